@@ -1,0 +1,19 @@
+"""Turnout: an expert-parallel inference engine for Kimi-K2.5.
+
+The public names load lazily, so that importing a leaf such as `engine.comm` does not pull in the whole engine.
+"""
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    if name == "LLM":
+        from engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from engine.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -1,0 +1,87 @@
+"""The one frozen configuration of an engine. "auto" becomes a value in `resolve`, before anything else reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+TINY_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "kimi_k25" / "tiny"
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+class ConfigError(ValueError):
+    """A setting that makes no sense; the message says which one and what would work."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every setting of `LLM` and `serve.py`, under the names that users of vLLM know.
+
+    tp is the number of ranks; attention is split over all of them. ep divides tp: ep = tp places whole experts,
+    ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
+    max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it.
+    """
+
+    model: str = str(TINY_CHECKPOINT)
+    tp: int = 1
+    ep: int = 1
+    draft: str | None = None
+    num_draft_tokens: int = 3
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_memory_gb: float | None = None
+    moe_comm: str = "auto"
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    seed: int = 0
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            object.__setattr__(self, "model", str(TINY_CHECKPOINT))
+        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        if self.tp % self.ep:
+            fit = [d for d in range(1, self.tp + 1) if self.tp % d == 0]
+            raise ConfigError(f"ep={self.ep} does not divide tp={self.tp}; use one of {fit}.")
+        for name, known in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
+        for name in ("max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        if self.kv_cache_memory_gb is not None and not self.kv_cache_memory_gb > 0:
+            raise ConfigError(f"kv_cache_memory_gb must be above 0, not {self.kv_cache_memory_gb!r}.")
+        if not isinstance(self.hf_overrides, dict):
+            raise ConfigError("hf_overrides must be a JSON object of config keys.")
+
+    def resolve(self, cuda_devices: int) -> EngineConfig:
+        """Replaces every "auto" that depends on the machine alone; `cuda_devices` counts the GPUs of this host."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if cuda_devices else "cpu"
+        if device == "cuda" and not cuda_devices:
+            raise ConfigError("device='cuda' was asked for, but this host has no CUDA GPU; use device='cpu'.")
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if device == "cuda" else "float32"
+        return replace(self, device=device, dtype=dtype)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineConfig:
+        return cls(**json.loads(text))

@@ -1,0 +1,220 @@
+"""What a caller asks for and what it gets back: plain data, no tensors, no scheduling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+
+
+class InvalidRequestError(ValueError):
+    """A request that can never be served; `param` names the field at fault, `code` is OpenAI's error code or None."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def _check(ok: bool, param: str, message: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{param} {message}", param=param)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request; names and meanings are vLLM's.
+
+    temperature 0 is greedy. `max_tokens=None` means the rest of the context. `logprobs=k` returns the k most likely
+    tokens and the chosen one at every generated position, `prompt_logprobs=k` the same for the prompt. The repetition
+    penalty sees prompt and output, the presence and frequency penalties the output alone. Logprobs are those of the
+    model before penalties, bias and temperature.
+
+    Raises InvalidRequestError naming the field when a value is out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        if isinstance(stop, str):
+            stop = [stop]
+        _check(stop is None or isinstance(stop, list | tuple), "stop", "must be a string or a list of strings.")
+        stop = list(stop or [])
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", list(self.stop_token_ids or []))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        _check(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", f"must be an integer from 1 to {MAX_N}.")
+        _check(_is_number(self.temperature) and 0 <= self.temperature <= 2, "temperature", "must be between 0 and 2.")
+        _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1.")
+        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", "must be a positive integer, or 0 or -1 for no limit.")
+        _check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "must be between 0 and 1.")
+        _check(
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
+            "seed",
+            "must be a 64-bit integer.",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_is_number(value) and -2 <= value <= 2, name, "must be between -2 and 2.")
+        _check(
+            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
+            "repetition_penalty",
+            "must be above 0 and at most 10.",
+        )
+        _check(
+            len(stop) <= MAX_STOP_STRINGS and all(isinstance(s, str) and s for s in stop),
+            "stop",
+            f"must be at most {MAX_STOP_STRINGS} non-empty strings.",
+        )
+        _check(
+            len(self.stop_token_ids) <= 1024 and all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
+            "stop_token_ids",
+            "must be at most 1024 token ids.",
+        )
+        _check(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "must be 0 or more.")
+        _check(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            "must be at least 1.",
+        )
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"is {self.min_tokens}, more than max_tokens ({self.max_tokens}).",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(
+                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+                name,
+                f"must be between 0 and {MAX_LOGPROBS}.",
+            )
+        self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        if not bias:
+            object.__setattr__(self, "logit_bias", None)
+            return
+        _check(isinstance(bias, dict), "logit_bias", "must map token ids to numbers from -100 to 100.")
+        try:
+            parsed = {int(k): v for k, v in bias.items()}
+        except (TypeError, ValueError):
+            raise InvalidRequestError("logit_bias keys must be token ids.", param="logit_bias") from None
+        _check(
+            all(k >= 0 and _is_number(v) and -100 <= v <= 100 for k, v in parsed.items()),
+            "logit_bias",
+            "must map token ids to numbers from -100 to 100.",
+        )
+        object.__setattr__(self, "logit_bias", {k: float(v) for k, v in parsed.items()})
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError if a token id lies outside the vocabulary."""
+        for name in ("logit_bias", "stop_token_ids"):
+            bad = [t for t in getattr(self, name) or () if t >= vocab_size]
+            _check(not bad, name, f"names token id {bad and bad[0]}, but the vocabulary has {vocab_size} entries.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; `from_dict` restores it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SamplingParams:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token at one position; rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n answers. `finish_reason` is "stop", "length", "abort" or None while running; `stop_reason` is the
+    stop string or the stop token id that ended it, None for the end-of-sequence token."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times in seconds, counts in tokens. `ttft` runs from arrival to the first token."""
+
+    ttft: float = 0.0
+    decode_time: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.outputs) and all(o.finish_reason is not None for o in self.outputs)
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What one step added to one of the n answers; `text` may be empty while characters or stop strings are held."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    metrics: RequestMetrics | None = None
