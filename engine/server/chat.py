@@ -14,45 +14,50 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from engine.request import CompletionDelta, InvalidRequestError, SamplingParams
+from engine.request import CompletionDelta, SamplingParams
 from engine.server.client import EngineClient
 from engine.server.context import ServerContext, new_id
 from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
 from engine.server.logprobs import chat_logprobs, prompt_logprobs_json
-from engine.server.messages import check_tools, normalise_messages
 from engine.server.protocol import ChatCompletionRequest, ChatFields
 from engine.server.reasoning import ReasoningMarkers, ReasoningSplitter
 from engine.server.sampling import check_stream_options, fit_context, sampling_params
-from engine.server.thinking import thinking_switch
+from engine.server.thinking import template_switches
+from engine.server.tools import check_tools
 from engine.server.transport import EventStream, finish_unless_disconnected
 from engine.server.usage import UsageCounter
 
 CHUNK = "chat.completion.chunk"
 
 
-async def encode_chat(client: EngineClient, body: ChatFields, add_generation_prompt: bool = True) -> list[int]:
-    """The prompt of a chat in token ids. Raises 400 for messages, tools or switches that cannot be rendered."""
-    if client.chat_template is None:
+@dataclass(frozen=True)
+class ChatPrompt:
+    token_ids: list[int]
+    thinking: bool | None  # as the request asks, None where it leaves it to the template
+
+
+async def encode_chat(client: EngineClient, body: ChatFields, add_generation_prompt: bool = True) -> ChatPrompt:
+    """The prompt of a chat. Raises 400 for messages, tools or switches that cannot be rendered."""
+    template = client.chat_template
+    if template is None:
         raise bad_request("This checkpoint has no chat template; use /v1/completions.", "messages")
-    messages = normalise_messages(body.messages)
+    for i, message in enumerate(body.messages):
+        for key in ("partial", "function_call"):
+            if message.get(key):
+                raise bad_request(f"messages[{i}].{key} is not supported.", f"messages[{i}].{key}")
     tools = check_tools(body.tools, body.tool_choice)
-    thinking = thinking_switch(body)
-    switches = {} if thinking is None else {"thinking": thinking}
-    try:
-        return await asyncio.to_thread(
-            client.chat_template.encode,
-            client.tokenizer,
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            **switches,
-        )
-    except InvalidRequestError:
-        raise
-    except ValueError as exc:  # what a chat template raises about messages that it does not take
-        raise bad_request(f"The chat template refuses these messages: {exc}", "messages") from None
+    switches = template_switches(body, template)
+    token_ids = await asyncio.to_thread(
+        template.encode,
+        client.tokenizer,
+        body.messages,
+        tools,
+        add_generation_prompt=add_generation_prompt,
+        **switches,
+    )
+    return ChatPrompt(token_ids, switches.get("thinking"))
 
 
 def chat_params(body: ChatCompletionRequest, client: EngineClient, prompt_len: int) -> SamplingParams:
@@ -78,19 +83,18 @@ class ChatCall:
 
     body: ChatCompletionRequest
     client: EngineClient
-    prompt_token_ids: list[int]
+    prompt: ChatPrompt
     params: SamplingParams
     envelope: Envelope
     generation: Generation
 
     def __post_init__(self) -> None:
-        markers = ReasoningMarkers.of(self.client.tokenizer)
-        self.splits = markers.end is not None and thinking_switch(self.body) is not False
-        self.splits = self.splits and self.prompt_token_ids[-2:] != [markers.begin, markers.end]
-        inside = markers.opened_by(self.prompt_token_ids)
-        skip = self.params.skip_special_tokens
+        tokenizer, skip = self.client.tokenizer, self.params.skip_special_tokens
+        markers = ReasoningMarkers.of(tokenizer)
+        splits = self.prompt.thinking is not False and markers.may_reason(self.prompt.token_ids)
+        inside = markers.opened_by(self.prompt.token_ids)
         self.choices = [
-            _Choice(self, i, ReasoningSplitter(self.client.tokenizer, markers, inside, skip) if self.splits else None)
+            _Choice(self, i, ReasoningSplitter(tokenizer, markers, inside, skip) if splits else None)
             for i in range(self.params.n)
         ]
 
@@ -101,11 +105,11 @@ class ChatCall:
             if delta.prompt_logprobs is not None:
                 more["prompt_logprobs"] = prompt_logprobs_json(self.client.tokenizer, delta.prompt_logprobs)
         if self.body.return_token_ids:
-            more["prompt_token_ids"] = self.prompt_token_ids
+            more["prompt_token_ids"] = self.prompt.token_ids
         return self.envelope.answer("chat.completion", [choice.to_dict() for choice in self.choices], **more)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        first = {"prompt_token_ids": self.prompt_token_ids} if self.body.return_token_ids else {}
+        first = {"prompt_token_ids": self.prompt.token_ids} if self.body.return_token_ids else {}
         async for _, delta in self.generation:
             for choice in self.choices[delta.index].chunks(self.read(delta)):
                 yield self.envelope.chunk(CHUNK, choice, **first)
@@ -202,11 +206,12 @@ async def create_chat_completion(request: Request) -> Response:
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
-    prompt_token_ids = await encode_chat(client, body)
-    params = chat_params(body, client, len(prompt_token_ids))
-    generation = await Generation.start(client, request_id, [(prompt_token_ids, params)])
-    envelope = Envelope(request_id, model, warnings, body, UsageCounter(len(prompt_token_ids)))
-    call = ChatCall(body, client, prompt_token_ids, params, envelope, generation)
+    prompt = await encode_chat(client, body)
+    num_prompt_tokens = len(prompt.token_ids)
+    params = chat_params(body, client, num_prompt_tokens)
+    generation = await Generation.start(client, request_id, [(prompt.token_ids, params)])
+    envelope = Envelope(request_id, model, warnings, body, UsageCounter(num_prompt_tokens))
+    call = ChatCall(body, client, prompt, params, envelope, generation)
     if body.stream:
         return EventStream(call.events(), generation.close)
     return await finish_unless_disconnected(request, call.answer(), generation.close)

@@ -75,30 +75,33 @@ class _Piece:
 class _Choice:
     def __init__(self, call: CompletionCall, index: int):
         self.index = index
-        self._call = call
-        self._prompt = call.prompts[index // call.params.n]
-        self._offsets = TextOffsets(call.client.tokenizer, call.params.skip_special_tokens)
-        self._echoed = not call.body.echo
         self.pieces: list[_Piece] = []
-        self.prompt_logprobs: list | None = None
+        self._call = call
+        self._number = index // call.params.n
+        self._prompt = call.prompts[self._number]
+        self._offsets = TextOffsets(call.client.tokenizer)
+        self._echoed = not call.body.echo
 
     def read(self, delta: CompletionDelta) -> _Piece:
-        if self._call.prompt_only:
+        call = self._call
+        if call.prompt_only:
             delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
         if delta.prompt_logprobs is not None:
-            self._call.scores[self.index // self._call.params.n] = delta.prompt_logprobs
-        text, token_ids, logprobs = delta.text, delta.token_ids, list(delta.logprobs or [])
-        if not self._echoed:
-            self._echoed = True
-            text = self._call.prompt_text(self._prompt) + text
-            if self._call.body.logprobs is not None:
-                token_ids = self._prompt + token_ids
-                logprobs = list(self._call.scores[self.index // self._call.params.n]) + logprobs
-        old_form = None
-        if self._call.body.logprobs is not None:
-            tokenizer, num_top = self._call.client.tokenizer, self._call.body.logprobs
-            old_form = completion_logprobs(tokenizer, token_ids, logprobs, num_top, self._offsets)
-        return _Piece(text, token_ids, old_form, delta)
+            call.scores[self._number] = delta.prompt_logprobs
+        echo = [] if self._echoed else self._prompt
+        self._echoed = True
+        text = call.client.tokenizer.decode(echo, skip_special_tokens=False) + delta.text
+        logprobs = None if call.body.logprobs is None else self._logprobs(echo, delta)
+        return _Piece(text, echo + delta.token_ids, logprobs, delta)
+
+    def _logprobs(self, echo: list[int], delta: CompletionDelta) -> dict[str, list]:
+        """Of the echoed prompt and the delta; control tokens of a prompt are shown, those of an answer as asked."""
+        call, tokenizer = self._call, self._call.client.tokenizer
+        scores = [*(call.scores[self._number] if echo else ()), *(delta.logprobs or ())]
+        skip = call.params.skip_special_tokens
+        offsets = [self._offsets.push(token, False) for token in echo]
+        offsets += [self._offsets.push(token, skip and tokenizer.is_hidden(token)) for token in delta.token_ids]
+        return completion_logprobs(tokenizer, echo + delta.token_ids, scores, call.body.logprobs, offsets)
 
     def to_dict(self) -> dict[str, Any]:
         last, call = self.pieces[-1].delta, self._call
@@ -109,7 +112,7 @@ class _Choice:
         choice = {"index": self.index, "text": "".join(piece.text for piece in self.pieces), "logprobs": logprobs}
         choice |= {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
         if call.body.prompt_logprobs is not None:
-            scores = call.scores[self.index // call.params.n]
+            scores = call.scores[self._number]
             choice["prompt_logprobs"] = prompt_logprobs_json(call.client.tokenizer, scores)
         if call.body.return_token_ids:
             choice["prompt_token_ids"] = self._prompt
@@ -145,9 +148,6 @@ class CompletionCall:
         self.prompt_only = self.body.max_tokens == 0
         self.scores: dict[int, list] = {}
         self.choices = [_Choice(self, i) for i in range(len(self.prompts) * self.params.n)]
-
-    def prompt_text(self, prompt: list[int]) -> str:
-        return self.client.tokenizer.decode(prompt, skip_special_tokens=self.params.skip_special_tokens)
 
     async def _pieces(self) -> AsyncIterator[tuple[_Choice, _Piece]]:
         async for number, delta in self.generation:

@@ -65,7 +65,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = await asyncio.to_thread(client.tokenizer.encode, body.prompt, allow_special=True)
     else:
-        tokens = await encode_chat(client, body, body.add_generation_prompt is not False)
+        tokens = (await encode_chat(client, body, body.add_generation_prompt is not False)).token_ids
     return _with_warnings({"tokens": tokens, "count": len(tokens), "max_model_len": client.max_model_len}, body)
 
 

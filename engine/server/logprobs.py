@@ -48,18 +48,16 @@ def _old_name(tokenizer: Any, token_id: int) -> str:
 class TextOffsets:
     """Where each token begins in the text, in characters; half a character begins where the whole one does."""
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
+    def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
         self._begun = 0
 
-    def push(self, token_id: int) -> int:
-        raw = self._tokenizer.token_bytes(token_id)
-        shown = self._tokenizer.decode([token_id], skip_special_tokens=self._skip) != ""
-        continues = shown and bool(raw) and raw[0] & 0xC0 == 0x80 and self._begun > 0
+    def push(self, token_id: int, hidden: bool) -> int:
+        """The offset of the next token; a `hidden` one is not in the text."""
+        raw = b"" if hidden else self._tokenizer.token_bytes(token_id)
+        continues = raw[:1] != b"" and raw[0] & 0xC0 == 0x80 and self._begun > 0
         offset = self._begun - continues
-        if shown:
-            self._begun += sum(byte & 0xC0 != 0x80 for byte in raw)
+        self._begun += sum(byte & 0xC0 != 0x80 for byte in raw)
         return offset
 
 
@@ -68,14 +66,13 @@ def completion_logprobs(
     token_ids: list[int],
     logprobs: list[dict[int, Logprob] | None],
     num_top: int,
-    offsets: TextOffsets,
+    text_offsets: list[int],
 ) -> dict[str, list]:
     """The older form. The alternatives include the token itself, so there may be `num_top` + 1 of them; the first
     token of a prompt has none."""
-    result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": text_offsets}
     for token_id, position in zip(token_ids, logprobs, strict=True):
         result["tokens"].append(_old_name(tokenizer, token_id))
-        result["text_offset"].append(offsets.push(token_id))
         if position is None:
             result["token_logprobs"].append(None)
             result["top_logprobs"].append(None)

@@ -23,7 +23,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
 
 
 class RequestMiddleware:
-    """Gives every response an `X-Request-Id` (the client's, if it sent a sane one) and logs one line, never a prompt."""
+    """Gives every response an `X-Request-Id`, the client's if it sent a sane one, and logs one line, never a prompt."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -28,8 +28,11 @@ class ReasoningMarkers:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ReasoningMarkers:
-        ids = tokenizer.special_tokens
-        return cls(ids.get("<think>"), ids.get("</think>"), ids.get("<|tool_calls_section_begin|>"))
+        return cls(tokenizer.think_begin_id, tokenizer.think_end_id, tokenizer.tool_section_begin_id)
+
+    def may_reason(self, prompt_token_ids: list[int]) -> bool:
+        """False if the vocabulary has no marker or the prompt has closed the reasoning before the answer begins."""
+        return self.end is not None and prompt_token_ids[-2:] != [self.begin, self.end]
 
     def opened_by(self, prompt_token_ids: list[int]) -> bool:
         """Whether the prompt leaves the answer inside the reasoning."""

@@ -51,7 +51,8 @@ def sampling_params(
 def fit_context(params: SamplingParams, prompt_len: int, max_model_len: int, param: str) -> SamplingParams:
     """Cuts max_tokens to what the context holds after the prompt; the answer then ends with `length`.
 
-    `param` is the field that holds the prompt. Raises InvalidRequestError (context_length_exceeded) if there is no room for even one token.
+    `param` is the field that holds the prompt. Raises InvalidRequestError (context_length_exceeded) if there is no
+    room for even one token.
     """
     room = max_model_len - prompt_len
     if room < 1:
