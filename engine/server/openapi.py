@@ -24,7 +24,17 @@ def install_openapi(app: FastAPI, request_models: list[type[BaseModel]]) -> None
             page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, schemas = models_json_schema([(m, "validation") for m in request_models], ref_template=REF)
             page["components"]["schemas"] |= schemas["$defs"]
+            _drop_default_refusals(page)
             app.openapi_schema = page
         return app.openapi_schema
 
     app.openapi = openapi
+
+
+def _drop_default_refusals(page: dict[str, Any]) -> None:
+    """FastAPI announces a 422 wherever a route has a parameter; this server answers 400 instead."""
+    for operations in page["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        page["components"]["schemas"].pop(name, None)

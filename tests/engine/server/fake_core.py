@@ -71,6 +71,8 @@ class FakeCore:
             if params.prompt_logprobs is not None:
                 sequence.prompt_logprobs = self._prompt_logprobs(prompt_token_ids, params.prompt_logprobs)
             self.running[sequence.key] = sequence
+        with self.changed:
+            self.changed.notify_all()
 
     def abort_request(self, request_id: str) -> None:
         with self.changed:

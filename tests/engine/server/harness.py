@@ -61,7 +61,7 @@ class RunningServer:
     port: int
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False, **options)
 
     def openai(self, key: str = "unused") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
