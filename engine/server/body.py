@@ -5,6 +5,7 @@ Whatever is wrong is the client's fault and becomes a 4xx that names the field; 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from engine.server.errors import ApiError, bad_request
 
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
+LARGE_BODY = 256 * 1024
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _UNION_TAG = re.compile(r"^(str|int|float|bool|dict|list|none|constrained.*|function.*|.*\[.*)$")
 
@@ -116,5 +118,9 @@ def _path(location: tuple[str | int, ...]) -> str:
 
 
 async def read_model(request: Request, model: type[Model], max_bytes: int) -> Model:
+    """The body of `request` as `model`; a large one is read in a thread, so that others are served meanwhile."""
     check_content_type(request)
-    return validate(model, parse_object(await read_body(request, max_bytes)))
+    raw = await read_body(request, max_bytes)
+    if len(raw) < LARGE_BODY:
+        return validate(model, parse_object(raw))
+    return await asyncio.to_thread(lambda: validate(model, parse_object(raw)))

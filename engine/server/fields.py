@@ -70,7 +70,7 @@ def check_extra_fields(body: RequestModel, request_id: str) -> list[str]:
     options = body.stream_options if isinstance(body, SamplingFields) else None
     if options is not None:
         ignored += [f"stream_options.{name}" for name in options.model_extra or {}]
-    warnings = [f"{name[:80]} is not a known field and was ignored." for name in ignored[:32]]
+    warnings = [f"{name[:80]} has no effect on this server and was ignored." for name in ignored[:32]]
     if warnings:
         logger.warning("request %s: ignored fields %s", request_id, ", ".join(ascii(n[:80]) for n in ignored[:32]))
     return warnings

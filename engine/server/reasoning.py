@@ -73,20 +73,18 @@ class ReasoningSplitter:
         for token_id in token_ids:
             self._read_id(token_id)
         pieces: list[tuple[Channel, str]] = []
-        while text:
+        begin, stop = self._position, self._position + len(text)
+        while self._position < stop:
             cut = self._cuts[0] if self._cuts else None
             if cut is not None and self._position >= cut.start:
-                dropped = min(len(text), cut.end - self._position)
-                self._position += dropped
-                text = text[dropped:]
+                self._position = min(stop, cut.end)
                 if self._position == cut.end:
                     self._text_channel = cut.channel
                     self._cuts.popleft()
                 continue
-            length = len(text) if cut is None else min(len(text), cut.start - self._position)
-            pieces.append((self._text_channel, text[:length]))
-            self._position += length
-            text = text[length:]
+            end = stop if cut is None else min(stop, cut.start)
+            pieces.append((self._text_channel, text[self._position - begin : end - begin]))
+            self._position = end
         return pieces
 
     def _read_id(self, token_id: int) -> None:

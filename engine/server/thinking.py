@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from engine.chat_template import ChatTemplate
 from engine.request import InvalidRequestError
 from engine.server.errors import bad_request
-from engine.server.protocol import ChatFields
+from engine.server.protocol import EFFORTS, ChatFields
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TYPES = ("enabled", "disabled")
 KEY = "thinking"  # what the template calls it
 
