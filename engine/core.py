@@ -147,6 +147,9 @@ class EngineCore:
             self._finish.append([sequence_id, "abort", None])
             self._aborted.append(self._outputs.abort(sequence_id))
 
+    def unfinished_ids(self) -> list[str]:
+        return self._outputs.request_ids()
+
     def has_unfinished(self) -> bool:
         return bool(self._new or self._finish or self._aborted or self.replica.scheduler.has_unfinished)
 

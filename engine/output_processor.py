@@ -52,6 +52,10 @@ class OutputProcessor:
     def sequence_ids(self, parent_id: str) -> list[str]:
         return [key for key, s in self._sequences.items() if s.parent_id == parent_id]
 
+    def request_ids(self) -> list[str]:
+        """The callers' requests that still run."""
+        return list(dict.fromkeys(s.parent_id for s in self._sequences.values()))
+
     def process(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[CompletionDelta]:
         """Called after the scheduler took the tokens; one delta for each sequence that got one."""
         now = time.monotonic()

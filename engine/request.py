@@ -279,3 +279,30 @@ class Request:
     def from_dict(cls, data: dict[str, Any]) -> Request:
         fields = dict(data, params=SamplingParams.from_dict(data["params"]))
         return cls(**dict(fields, stop_token_ids=frozenset(data["stop_token_ids"])))
+
+
+def _logprobs_from_dict(rows: list | None) -> list | None:
+    """JSON turned token ids into text and Logprob into plain objects."""
+    if rows is None:
+        return None
+    return [row and {int(token): Logprob(**value) for token, value in row.items()} for row in rows]
+
+
+def request_output_from_dict(data: dict[str, Any]) -> RequestOutput:
+    """Restores `asdict(RequestOutput)` after a way through JSON."""
+    outputs = [CompletionOutput(**dict(o, logprobs=_logprobs_from_dict(o["logprobs"]))) for o in data["outputs"]]
+    prompt_logprobs = _logprobs_from_dict(data["prompt_logprobs"])
+    metrics = RequestMetrics(**data["metrics"])
+    return RequestOutput(**dict(data, outputs=outputs, prompt_logprobs=prompt_logprobs, metrics=metrics))
+
+
+def completion_delta_from_dict(data: dict[str, Any]) -> CompletionDelta:
+    """Restores `asdict(CompletionDelta)` after a way through JSON."""
+    return CompletionDelta(
+        **dict(
+            data,
+            logprobs=_logprobs_from_dict(data["logprobs"]),
+            prompt_logprobs=_logprobs_from_dict(data["prompt_logprobs"]),
+            metrics=data["metrics"] and RequestMetrics(**data["metrics"]),
+        )
+    )
