@@ -182,6 +182,6 @@ class ModelRunner:
         blocks = list(range(1, -(-num_tokens // BLOCK_SIZE) + 1))
         request = Request("largest-step", [0] * num_tokens, SamplingParams(), 0, 1, block_ids=blocks)
         self.caches = self._allocate(len(blocks) + 1)
-        self.execute(SchedulerOutput([ScheduledRequest(request, 0, num_tokens)]))
+        self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)]))
         del self.caches
         torch.cuda.empty_cache()

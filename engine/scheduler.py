@@ -11,19 +11,21 @@ from engine.request import Request
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token."""
+    """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token at that time."""
 
     request: Request
     start: int
     num_tokens: int
+    samples: bool
+
+    @classmethod
+    def next_of(cls, request: Request, num_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        return cls(request, start, num_tokens, start + num_tokens == request.num_tokens)
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        return self.stop == self.request.num_tokens
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Scheduler:
         for request in decoding + prefilling:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, output):
-                output.scheduled.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
                 budget -= num_tokens
         return budget
 
@@ -129,7 +131,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(request)
             num_tokens = min(request.num_tokens, budget)
-            output.scheduled.append(ScheduledRequest(request, 0, num_tokens))
+            output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
             budget -= num_tokens
 
     def update(self, output: SchedulerOutput, sampled: list[int]) -> list[Request]:
@@ -137,9 +139,9 @@ class Scheduler:
         tokens = iter(sampled)
         finished = []
         for item in output.scheduled:
-            request, samples = item.request, item.samples
+            request = item.request
             request.num_computed_tokens = item.stop
-            if samples:
+            if item.samples:
                 request.append(next(tokens))
                 if request.finished:
                     finished.append(request)
