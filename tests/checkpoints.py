@@ -313,7 +313,9 @@ def write_tensors(directory: Path, tensors: dict[str, torch.Tensor], shards: int
     if shards > 1 and not index:
         raise ValueError("several shards need an index.")
     names = list(tensors)
-    files = [f"model-{i + 1:05d}-of-{shards:06d}.safetensors" for i in range(shards)] if index else ["model.safetensors"]
+    files = (
+        [f"model-{i + 1:05d}-of-{shards:06d}.safetensors" for i in range(shards)] if index else ["model.safetensors"]
+    )
     weight_map = {name: files[i * shards // len(names)] for i, name in enumerate(names)}
     for file in files:
         part = {name: tensors[name].contiguous() for name in names if weight_map[name] == file}
