@@ -16,7 +16,7 @@ test: $(STAMP) lint  ## everything that needs no GPU
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --config pyproject.toml --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 
 install: $(STAMP)
 
