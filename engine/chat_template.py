@@ -1,0 +1,309 @@
+"""Renders a checkpoint's own chat template in a sandbox and tokenises the result so that callers cannot forge markup.
+
+Knows jinja and control tokens, not the model; how tools are declared is handed in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.chat_messages import prepare_messages, prepare_tools
+from engine.config import ConfigError
+from engine.request import InvalidRequestError
+from engine.tokenizer import Tokenizer
+
+# What a caller may set, and the name under which the templates of the family read it.
+SWITCHES = {"thinking": "thinking", "enable_thinking": "thinking", "preserve_thinking": "preserve_thinking"}
+# Keys that templates look up by name; all other keys of a caller's objects are the caller's text.
+STRUCTURE_KEYS = frozenset(
+    [
+        "role",
+        "content",
+        "name",
+        "type",
+        "text",
+        "id",
+        "function",
+        "arguments",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "description",
+        "parameters",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "default",
+        "strict",
+    ]
+)
+# Values that templates compare with literals. None of these words is part of a control token's text on its own.
+ENUMERATED_KEYS = frozenset(("role", "type"))
+ENUMERATED_VALUES = frozenset(
+    [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "text",
+        "function",
+        "string",
+        "number",
+        "integer",
+        "boolean",
+        "object",
+        "array",
+        "null",
+    ]
+)
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """The template itself called raise_exception."""
+
+
+class ChatTemplate:
+    """One compiled chat template. `render` gives the reference text, `encode` the ids that go to the model."""
+
+    def __init__(self, source: str, declare_tools: Callable[[list[dict]], str | None]):
+        """`declare_tools` writes the tools as text for templates that read `tools_ts_str`, or None for JSON.
+
+        Raises jinja2.TemplateSyntaxError.
+        """
+        environment = _environment()
+        self._variables = meta.find_undeclared_variables(environment.parse(source))
+        self._template = environment.from_string(source)
+        self._declare_tools = declare_tools
+
+    @classmethod
+    def from_directory(cls, path: str | Path, declare_tools: Callable[[list[dict]], str | None]) -> ChatTemplate | None:
+        """Loads chat_template.jinja, or `chat_template` of tokenizer_config.json; None where there is neither."""
+        folder = Path(path)
+        file = folder / "chat_template.jinja"
+        try:
+            if file.exists():
+                source = file.read_text(encoding="utf-8")
+            else:
+                file = folder / "tokenizer_config.json"
+                source = _configured_template(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+            return None if source is None else cls(source, declare_tools)
+        except (OSError, ValueError, jinja2.TemplateError) as error:
+            raise ConfigError(f"Cannot use the chat template in {file}: {error}") from error
+
+    def check_switches(self, switches: Any) -> dict[str, bool]:
+        """The template's switches out of a caller's chat_template_kwargs; null values count as not given.
+
+        Raises InvalidRequestError for anything else than a known switch that this template reads.
+        """
+        if switches is None:
+            return {}
+        if not isinstance(switches, dict):
+            raise InvalidRequestError("chat_template_kwargs must be an object.", param="chat_template_kwargs")
+        checked: dict[str, bool] = {}
+        for name, value in switches.items():
+            place = f"chat_template_kwargs.{name}"
+            target = SWITCHES.get(name)
+            if target is None or target not in self._variables:
+                known = [s for s, t in SWITCHES.items() if t in self._variables]
+                raise InvalidRequestError(
+                    f"{place} is not a switch of this model's chat template; it has: {', '.join(known) or 'none'}.",
+                    param=place,
+                )
+            if value is None:
+                continue
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{place} must be true or false.", param=place)
+            if checked.setdefault(target, value) != value:
+                raise InvalidRequestError(f"{place} contradicts chat_template_kwargs.{target}.", param=place)
+        return checked
+
+    def render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **switches: Any,
+    ) -> str:
+        """The prompt as text; raises InvalidRequestError for messages, tools or switches that make no sense."""
+        return self._render(self._inputs(messages, tools, add_generation_prompt, switches), PlainMask())
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **switches: Any,
+    ) -> list[int]:
+        """The prompt as ids: control tokens come from the template's own text alone, never from a caller's.
+
+        Text between two control tokens is encoded in one piece, so the ids are those of the rendered text unless a
+        caller spells a control token. Raises InvalidRequestError as `render` does.
+        """
+        inputs = self._inputs(messages, tools, add_generation_prompt, switches)
+        text = self._render(inputs, PlainMask())
+        mask = SentinelMask()
+        pieces = mask.split(self._render(inputs, mask))
+        if "".join(piece for piece, _ in pieces) == text:
+            return tokenizer.encode_with_spans(text, _owned_spans(tokenizer, pieces))
+        return tokenizer.encode_with_spans(text, self._spans_of_edited_text(tokenizer, text, inputs))
+
+    def _spans_of_edited_text(self, tokenizer: Tokenizer, text: str, inputs: dict) -> list[tuple[int, int, int]]:
+        """Control tokens of a prompt whose template cuts or compares the caller's text, so that sentinels disturb it.
+
+        Such a prompt is taken only if it has the control tokens that it has when every visible character of the
+        caller's text is an "x".
+        """
+        spans = tokenizer.find_special(text)
+        expected = tokenizer.find_special(self._render(inputs, BlankMask()))
+        if [token_id for _, _, token_id in spans] != [token_id for _, _, token_id in expected]:
+            raise InvalidRequestError(
+                "A message, tool or name spells a control token, which this model's chat template cannot carry as "
+                "plain text; take it out.",
+                param="messages",
+            )
+        return spans
+
+    def _inputs(self, messages: Any, tools: Any, add_generation_prompt: bool, switches: dict) -> dict[str, Any]:
+        inputs = {"messages": prepare_messages(messages), "add_generation_prompt": bool(add_generation_prompt)}
+        inputs.update(self.check_switches(switches))
+        tools = prepare_tools(tools)
+        if tools and "tools_ts_str" in self._variables:
+            inputs["tools_ts_str"] = self._declare_tools(tools)
+            tools = json.loads(json.dumps(tools, sort_keys=True))
+        inputs["tools"] = tools or None
+        now = datetime.now()
+        inputs["strftime_now"] = now.strftime
+        return inputs
+
+    def _render(self, inputs: dict[str, Any], mask: PlainMask) -> str:
+        hidden = {name: _hide(value, mask) for name, value in inputs.items()}
+        try:
+            return self._template.render(**hidden, json_mask=mask)
+        except TemplateRefusal as error:
+            raise InvalidRequestError(f"The chat template refuses these messages: {error}", param="messages") from error
+        except Exception as error:  # a template may fail in any way on input that it was not written for
+            raise InvalidRequestError(
+                f"The chat template cannot render these messages: {error}", param="messages"
+            ) from error
+
+
+class PlainMask:
+    """Leaves the caller's text as it is: gives the reference text."""
+
+    def hide(self, text: str) -> str:
+        return text
+
+    def hide_json(self, text: str) -> str:
+        """`text` was serialised by the template from values that went through `hide`."""
+        return text
+
+
+class BlankMask(PlainMask):
+    """Keeps the spaces of the caller's text and nothing else."""
+
+    def hide(self, text: str) -> str:
+        return re.sub(r"\S", "x", text)
+
+
+class SentinelMask(PlainMask):
+    """Wraps the caller's text in two words that nobody can guess; they hold nothing that JSON or HTML would escape."""
+
+    def __init__(self) -> None:
+        nonce = secrets.token_hex(16)
+        self._begin, self._end = f"begin{nonce}", f"end{nonce}"
+        self._sentinel = re.compile(f"{self._begin}|{self._end}")
+
+    def hide(self, text: str) -> str:
+        return f"{self._begin}{text}{self._end}" if text else text
+
+    def hide_json(self, text: str) -> str:
+        return self.hide(self._sentinel.sub("", text))
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """(piece, whether it is the template's own) in order; joined they are `text` without the sentinels.
+
+        Where a template tore a pair apart everything counts as the caller's.
+        """
+        pieces = self._sentinel.split(text)
+        marks = self._sentinel.findall(text)
+        whole = marks == [self._begin, self._end] * (len(marks) // 2)
+        return [(piece, whole and i % 2 == 0) for i, piece in enumerate(pieces)]
+
+
+def _hide(value: Any, mask: PlainMask) -> Any:
+    """A copy of `value` with every string of the caller behind `mask`."""
+    if isinstance(value, str):
+        return mask.hide(value)
+    if isinstance(value, list):
+        return [_hide(item, mask) for item in value]
+    if isinstance(value, dict):
+        return {
+            key if key in STRUCTURE_KEYS else mask.hide(key): item
+            if key in ENUMERATED_KEYS and isinstance(item, str) and item in ENUMERATED_VALUES
+            else _hide(item, mask)
+            for key, item in value.items()
+        }
+    return value
+
+
+def _owned_spans(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> list[tuple[int, int, int]]:
+    """Control tokens that lie within one piece of the template's own text, at their places in the joined text."""
+    spans, position = [], 0
+    for piece, owned in pieces:
+        if owned:
+            spans += [(position + a, position + b, token_id) for a, b, token_id in tokenizer.find_special(piece)]
+        position += len(piece)
+    return spans
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as transformers sets it up for chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+@jinja2.pass_context
+def _tojson(
+    context: jinja2.runtime.Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja's own filter would escape <, >, & and quotes for HTML."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return context["json_mask"].hide_json(text)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRefusal(message)
+
+
+def _configured_template(config: Any) -> str | None:
+    """`chat_template` of a tokenizer_config: one text, or a list of named ones of which "default" counts."""
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError("chat_template must be a text or a list with an entry named default.")
+    return template
