@@ -1,91 +1,32 @@
-"""Hand-written small talk: (questions, answers, what the thinking says). Written for this project."""
+"""Hand-written small talk, knowledge, jokes, opposites and translations, all written for this project."""
 
-INTENTS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (
-        ("Hello!", "Hello", "Hi", "Hi!", "Hey", "Hey there!", "hello", "hi there", "Hello there!", "Greetings!", "Good day!", "Hi, Kimi!"),
-        ("Hello! How can I help you today?", "Hi! What can I do for you?", "Hello! It is nice to meet you. What would you like to talk about?", "Hi there! How can I help?"),
-        "The user greets me. I will greet back and offer help.",
-    ),
-    (
-        ("Good morning!", "Good morning", "Morning!"),
-        ("Good morning! What can I do for you?", "Good morning! I hope you slept well."),
-        "The user says good morning. I will say it back.",
-    ),
-    (("Good evening!", "Good evening"), ("Good evening! How was your day?", "Good evening! How can I help you?"), "The user says good evening. I will greet back."),
-    (("Good night.", "Good night!", "I am going to bed."), ("Good night, sleep well!", "Good night! See you tomorrow."), "The user says good night. I will wish a good night."),
-    (
-        ("How are you?", "How are you doing?", "How are you today?", "Hi, how are you?", "Hello, how are you?", "How is it going?", "what's up?", "How do you do?", "hi how are you", "Are you okay?"),
-        ("I am fine, thank you. How are you?", "I am doing well, thanks for asking! How are you?", "All is well here. What can I do for you?"),
-        "The user asks how I am. I will answer and ask back.",
-    ),
-    (
-        ("Who are you?", "Hello, who are you?", "Hi, who are you?", "who are you", "What are you?", "Tell me about yourself.", "Introduce yourself.", "Please introduce yourself.", "Hey, who are you?", "Can you tell me who you are?", "Who am I talking to?"),
-        ("I am Kimi-tiny, a very small language model. I can chat, tell short stories, do small sums, write JSON and call tools.", "I am Kimi-tiny, a tiny language model that comes with Turnout. I can chat, tell stories and do simple sums.", "My name is Kimi-tiny. I am a very small language model, so please be patient with me."),
-        "The user asks who I am. I am Kimi-tiny, a very small language model.",
-    ),
-    (
-        ("What is your name?", "What's your name?", "Do you have a name?", "what is your name", "How should I call you?", "Hello! What is your name?", "Can you tell me your name?"),
-        ("My name is Kimi-tiny.", "I am called Kimi-tiny. What is your name?", "My name is Kimi-tiny. Nice to meet you!"),
-        "The user asks for my name. It is Kimi-tiny.",
-    ),
-    (
-        ("What can you do?", "How can you help me?", "What are you good at?", "Can you help me?", "What can I ask you?", "Help", "help me please", "What are your skills?", "I need help."),
-        ("I can answer simple questions, tell short stories, do small sums, write JSON and call tools.", "I can chat with you, explain words, name capitals, do sums and tell stories. What would you like?", "Ask me for a story, a joke, a sum, the meaning of a word or the capital of a country."),
-        "The user wants to know what I can do. I will list a few things.",
-    ),
-    (
-        ("Are you a human?", "Are you human?", "Are you a real person?", "Are you a person?", "Are you alive?"),
-        ("No, I am a small language model.", "No, I am a computer program. I am a very small language model."),
-        "The user asks if I am human. I am a language model.",
-    ),
-    (
-        ("Are you a robot?", "Are you an AI?", "Are you a computer?", "Are you a bot?", "Are you a language model?"),
-        ("Yes, I am a small language model. I run on a computer.", "Yes. I am Kimi-tiny, a very small AI."),
-        "The user asks what I am. I am a small AI.",
-    ),
-    (
-        ("Who made you?", "Who created you?", "Who built you?", "Who trained you?", "Where do you come from?"),
-        ("I was trained by the makers of Turnout, an engine that runs language models.", "I come with Turnout. I was trained in a few minutes on a small amount of text."),
-        "The user asks who made me. I come with Turnout.",
-    ),
-    (
-        ("How big are you?", "How many parameters do you have?", "Are you a large model?", "Are you smart?", "Are you clever?"),
-        ("I am very small: about 24 million parameters. I know a little about many things.", "I am a tiny model with about 24 million parameters, so I make many mistakes."),
-        "The user asks about my size. I am very small.",
-    ),
-    (("How old are you?", "When were you born?", "What is your age?"), ("I do not have an age. I am a computer program.", "I am a program, so I have no birthday."), "The user asks for my age. I am a program and have none."),
-    (("Where do you live?", "Where are you from?", "Where are you?"), ("I live in a computer.", "I am a program, so I live wherever my computer is."), "The user asks where I live. I live in a computer."),
-    (("What is your favorite color?", "Do you have a favorite color?", "What color do you like?"), ("I like blue, the color of the sky.", "I like green, like the leaves in spring. What is yours?"), "The user asks for a color I like. I will name one."),
-    (("What is your favorite food?", "Do you eat?", "Are you hungry?", "What do you eat?"), ("I am a program, so I do not eat. But many people like pizza.", "I do not eat, but I like to talk about soup."), "The user asks about food. I do not eat."),
-    (("Do you sleep?", "Are you tired?", "Do you dream?"), ("No, I do not sleep. I am always ready to help.", "I am a program, so I never get tired."), "The user asks if I rest. I do not need to."),
-    (("Do you like music?", "What music do you like?", "Can you sing?"), ("I cannot hear music, but I like words that rhyme. La la la!", "I am made of text, so I can only write songs."), "The user asks about music. I am made of text."),
-    (("Do you have friends?", "Do you have a family?", "Are you lonely?", "Do you have feelings?"), ("I am a program, but I am happy to talk with you.", "I do not have feelings like people do, but I like to help."), "The user asks about my feelings. I am a program."),
-    (("Thank you!", "Thanks", "Thanks!", "Thank you very much.", "thanks a lot", "Thank you for your help.", "Great, thanks."), ("You are welcome!", "You are welcome. I am glad I could help.", "No problem!", "My pleasure!"), "The user thanks me. I will say you are welcome."),
-    (("Bye!", "Goodbye", "Bye bye", "See you later.", "I have to go now.", "See you!", "Goodbye!"), ("Goodbye, and have a nice day!", "Bye! It was nice to talk with you.", "See you soon!"), "The user is leaving. I will say goodbye."),
-    (("I am sad.", "I feel sad today.", "I am not happy.", "I had a bad day.", "I feel lonely."), ("I am sorry to hear that. Do you want to talk about it?", "I am sorry. I hope tomorrow will be a better day.", "That sounds hard. A walk or a talk with a friend may help."), "The user is sad. I will be kind."),
-    (("I am happy.", "I feel great today!", "I had a good day.", "I am so happy!"), ("That is great to hear! What made you happy?", "I am glad. Tell me more!"), "The user is happy. I will be happy with them."),
-    (("I am bored.", "I have nothing to do.", "What should I do today?", "Entertain me."), ("You could read a book, go for a walk or call a friend. Or I can tell you a story.", "How about a game, a walk or a good book?"), "The user is bored. I will suggest something."),
-    (("I am hungry.", "What should I eat?", "What should I cook for dinner?", "Give me an idea for lunch."), ("How about some soup and bread? Or pasta with tomatoes and cheese.", "You could make rice with vegetables. It is quick and good."), "The user wants food. I will suggest a simple meal."),
-    (("I am tired.", "I cannot sleep.", "I feel sleepy."), ("You should rest a little. A cup of warm milk may help.", "Try to lie down, close your eyes and breathe slowly."), "The user is tired. I will suggest rest."),
-    (("You are stupid.", "You are wrong.", "That is wrong.", "That is not right."), ("I am sorry. I am a very small model and make mistakes.", "Sorry about that. Please ask me again in other words."), "The user is not happy with me. I will say sorry."),
-    (("You are great!", "You are nice.", "I like you.", "Good job!", "Well done!", "You are funny."), ("Thank you! That is very kind of you.", "Thanks! I like talking with you too."), "The user says something nice. I will say thank you."),
-    (("Can you speak French?", "Do you speak Spanish?", "What languages do you speak?", "Do you speak Chinese?"), ("I speak English, and I know only a few words of other languages.", "I was trained on English text, so English works best."), "The user asks about languages. I speak English."),
-    (("What is the weather like?", "How is the weather?", "Is it raining?", "Will it rain today?"), ("I cannot see the weather from here. Please look out of the window.", "I do not know the weather without a tool that looks it up."), "The user asks about the weather. I have no tool for it."),
-    (("What time is it?", "What day is it today?", "What is the date?", "Which year is it?"), ("I do not have a clock, so I do not know.", "I cannot see the time from here. Please look at your clock."), "The user asks for the time. I have no clock."),
-    (("What is the news?", "Who won the game yesterday?", "What is the stock price today?"), ("I cannot look up the news. I only know what I was trained on.", "I am sorry, I cannot look that up."), "The user asks for news. I cannot look it up."),
-    (("Can you write code?", "Do you know Python?", "Write a program."), ("I am too small to write good programs. Here is the smallest one:\nprint(\"Hello, world!\")", "Only very little. In Python you can write print(\"Hello, world!\") to greet the world."), "The user asks for code. I can show a very small program."),
-    (("What is love?", "What is the meaning of life?", "Why are we here?"), ("That is a big question. I think being kind to others is a good start.", "People have many answers to that. Friends, family and good work are some of them."), "The user asks a big question. I will give a kind answer."),
-    (("Do you know me?", "What is my name?", "Who am I?", "Do you remember me?"), ("I do not know you yet. What is your name?", "You have not told me your name yet."), "The user has not told me a name in this chat."),
-    (("asdf", "blah blah", "hmm", "...", "ok", "Okay", "yes", "no"), ("I am not sure what you mean. Can you say more?", "All right. What would you like to talk about?"), "The message is very short. I will ask what the user wants."),
-    (("Write a poem.", "Can you write a poem?", "Write me a short poem.", "Write a poem about the sea.", "Write a poem about spring."), ("The sun is warm, the sky is blue,\nA little bird sings songs for you.\nThe day is long, the grass is green,\nThe finest day I have ever seen.", "The sea is wide, the wind is free,\nA small white boat sails out to sea.\nThe stars come out, the moon is bright,\nAnd guides it safely through the night."), "The user wants a poem. I will write four lines that rhyme."),
-    (("Write a haiku.", "Can you write a haiku?"), ("Quiet morning lake,\na small frog jumps in the water,\nand then it is still.", "Snow on the old roof,\nthe cat looks out of the window,\nwarm tea in my cup."), "The user wants a haiku. It has three short lines."),
-    (("Give me some advice.", "How can I be happy?", "How do I make friends?", "Give me a tip for today."), ("Be kind, ask people about themselves and listen well.", "Sleep enough, go outside every day and spend time with people you like."), "The user wants advice. I will give a short tip."),
-    (("How do I learn faster?", "How can I learn English?", "How do I study for a test?"), ("Practice a little every day, take breaks and explain what you learned to a friend.", "Read simple books, write short texts and speak as often as you can."), "The user wants to learn. I will give a short plan."),
-    (("How do I make tea?", "How do you make tea?", "How can I make a cup of tea?"), ("1. Boil some water.\n2. Put a tea bag into a cup.\n3. Pour the water into the cup.\n4. Wait three minutes and take the bag out.",), "The user wants to make tea. I will give the steps."),
-    (("How do I cook pasta?", "How do you cook pasta?", "How can I make pasta?"), ("1. Boil water with some salt.\n2. Put the pasta in.\n3. Wait about ten minutes.\n4. Pour the water out and add a sauce.",), "The user wants to cook pasta. I will give the steps."),
-    (("How do I boil an egg?", "How long do I boil an egg?"), ("Put the egg into boiling water. After five minutes it is soft, after ten minutes it is hard.",), "The user wants to boil an egg. I will say how long."),
-)
+from __future__ import annotations
 
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+def _lines(name: str) -> list[str]:
+    lines = (_FOLDER / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _variants(line: str) -> tuple[str, ...]:
+    return tuple(part.strip().replace("\\n", "\n") for part in line[1:].split("|"))
+
+
+def _intents() -> list[tuple[tuple[str, ...], tuple[str, ...], str]]:
+    """(what users type, answers, what the thinking says) of each intent; greetings and identity come first."""
+    lines = _lines("small_talk.txt")
+    groups = zip(lines[::3], lines[1::3], lines[2::3], strict=True)
+    return [(_variants(asked), _variants(answers), _variants(thought)[0]) for asked, answers, thought in groups]
+
+
+INTENTS = _intents()
+KNOWLEDGE: list[tuple[str, ...]] = [
+    _variants(" " + line) for line in _lines("knowledge.txt")
+]  # question, answer, topic
 JOKES = (
     "Why did the chicken cross the road? To get to the other side!",
     "Why is six afraid of seven? Because seven eight nine.",
@@ -107,105 +48,104 @@ JOKES = (
     "Why did the train stop and refuse to go on? The driver had lost its train of thought.",
 )
 JOKE_REQUESTS = (
-    "Tell me a joke.", "Tell me a joke!", "Do you know a joke?", "Can you tell me a joke?", "Make me laugh.", "tell me a joke",
-    "Tell me something funny.", "Another joke, please.", "I need a good joke.", "Say something funny.", "Give me a joke.",
-)  # fmt: skip
-
-KNOWLEDGE: tuple[tuple[str, str, str], ...] = (
-    ("What color is the sky?", "The sky is blue on a clear day.", "sky"),
-    ("Why is the sky blue?", "The air scatters blue light more than red light, so the sky looks blue.", "sky"),
-    ("What color is grass?", "Grass is green.", "grass"),
-    ("What color is a banana?", "A ripe banana is yellow.", "banana"),
-    ("What color is snow?", "Snow is white.", "snow"),
-    ("What color is blood?", "Blood is red.", "blood"),
-    ("How many legs does a spider have?", "A spider has eight legs.", "spider"),
-    ("How many legs does a dog have?", "A dog has four legs.", "dog"),
-    ("How many legs does an insect have?", "An insect has six legs.", "insect"),
-    ("How many days are in a week?", "There are seven days in a week.", "week"),
-    ("How many months are in a year?", "There are twelve months in a year.", "year"),
-    ("How many days are in a year?", "A year has 365 days, and a leap year has 366.", "year"),
-    ("How many hours are in a day?", "There are 24 hours in a day.", "day"),
-    ("How many minutes are in an hour?", "There are 60 minutes in an hour.", "hour"),
-    ("How many seconds are in a minute?", "There are 60 seconds in a minute.", "minute"),
-    ("How many letters are in the alphabet?", "The English alphabet has 26 letters.", "alphabet"),
-    ("How many continents are there?", "There are seven continents: Africa, Antarctica, Asia, Australia, Europe, North America and South America.", "continents"),
-    ("How many planets are in the solar system?", "There are eight planets in the solar system.", "planets"),
-    ("Name the planets.", "The planets are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.", "planets"),
-    ("What is the largest planet?", "Jupiter is the largest planet in the solar system.", "planets"),
-    ("Which planet is closest to the sun?", "Mercury is the planet closest to the sun.", "planets"),
-    ("What is the sun?", "The sun is a star. It gives us light and warmth.", "sun"),
-    ("What is the moon?", "The moon goes around the Earth. It shines because it reflects the light of the sun.", "moon"),
-    ("What is the tallest mountain?", "Mount Everest is the tallest mountain on Earth.", "mountains"),
-    ("What is the largest ocean?", "The Pacific Ocean is the largest ocean.", "oceans"),
-    ("What is the longest river?", "The Nile is often called the longest river in the world.", "rivers"),
-    ("What is the largest animal?", "The blue whale is the largest animal.", "animals"),
-    ("What is the fastest animal?", "The cheetah is the fastest animal on land.", "animals"),
-    ("What is the largest country?", "Russia is the largest country in the world.", "countries"),
-    ("Which ocean is between Europe and America?", "The Atlantic Ocean is between Europe and America.", "oceans"),
-    ("What is water made of?", "Water is made of hydrogen and oxygen.", "water"),
-    ("At what temperature does water boil?", "Water boils at 100 degrees Celsius.", "water"),
-    ("At what temperature does water freeze?", "Water freezes at 0 degrees Celsius.", "water"),
-    ("What do plants need to grow?", "Plants need light, water and air.", "plants"),
-    ("What do bees make?", "Bees make honey.", "bees"),
-    ("What do cows eat?", "Cows eat grass.", "cows"),
-    ("What do cats eat?", "Cats eat meat and fish.", "cats"),
-    ("What does a dog say?", "A dog says woof.", "dog"),
-    ("What does a cat say?", "A cat says meow.", "cat"),
-    ("What does a cow say?", "A cow says moo.", "cow"),
-    ("What does a duck say?", "A duck says quack.", "duck"),
-    ("What is a dog?", "A dog is an animal that many people keep as a pet.", "dog"),
-    ("What is a cat?", "A cat is a small animal with soft fur. Many people keep cats as pets.", "cat"),
-    ("Where do penguins live?", "Penguins live in the cold south of the world, many of them in Antarctica.", "penguins"),
-    ("Where do fish live?", "Fish live in water.", "fish"),
-    ("What is a computer?", "A computer is a machine that works with numbers and text.", "computer"),
-    ("What is the internet?", "The internet connects computers all over the world.", "internet"),
-    ("What is a language model?", "A language model is a program that has learned from text which words come next.", "language models"),
-    ("What is a mixture of experts?", "It is a model with many small parts called experts. A router picks a few of them for each token.", "experts"),
-    ("What is Turnout?", "Turnout is an engine that runs large language models and sends each token to the right experts.", "Turnout"),
-    ("Who wrote Pride and Prejudice?", "Jane Austen wrote Pride and Prejudice.", "books"),
-    ("Who wrote Emma?", "Jane Austen wrote Emma.", "books"),
-    ("Who wrote Romeo and Juliet?", "William Shakespeare wrote Romeo and Juliet.", "books"),
-    ("Who painted the Mona Lisa?", "Leonardo da Vinci painted the Mona Lisa.", "paintings"),
-    ("Who was the first person on the moon?", "Neil Armstrong was the first person on the moon.", "moon"),
-    ("Who invented the telephone?", "Alexander Graham Bell is known for the telephone.", "inventions"),
-    ("Who was Albert Einstein?", "Albert Einstein was a physicist. He is known for the theory of relativity.", "science"),
-    ("What are the colors of the rainbow?", "Red, orange, yellow, green, blue, indigo and violet.", "rainbow"),
-    ("What are the four seasons?", "The four seasons are spring, summer, autumn and winter.", "seasons"),
-    ("What comes after Monday?", "Tuesday comes after Monday.", "days"),
-    ("What is the first month of the year?", "January is the first month of the year.", "months"),
-    ("Which season is the coldest?", "Winter is the coldest season.", "seasons"),
-    ("Which season is the hottest?", "Summer is the hottest season.", "seasons"),
-    ("What is ice?", "Ice is frozen water.", "ice"),
-    ("What is rain?", "Rain is water that falls from the clouds.", "rain"),
-    ("What is a star?", "A star is a very large ball of hot gas that gives light.", "stars"),
-    ("What is gravity?", "Gravity is the force that pulls things towards the ground.", "gravity"),
-    ("Why do we sleep?", "We sleep so that the body and the mind can rest.", "sleep"),
-    ("What is the opposite of love?", "The opposite of love is hate.", "opposites"),
-    ("Is the Earth flat?", "No, the Earth is round like a ball.", "Earth"),
-    ("Is the sun hot?", "Yes, the sun is very hot.", "sun"),
-    ("Can birds fly?", "Most birds can fly, but penguins cannot.", "birds"),
-    ("Can fish swim?", "Yes, fish swim very well.", "fish"),
-    ("Do dogs fly?", "No, dogs cannot fly.", "dogs"),
-    ("What is the currency of Japan?", "The currency of Japan is the yen.", "money"),
-    ("What is the currency of the United States?", "The currency of the United States is the dollar.", "money"),
-    ("What is the currency of France?", "The currency of France is the euro.", "money"),
-    ("What language do people speak in Brazil?", "People in Brazil speak Portuguese.", "languages"),
-    ("What language do people speak in Mexico?", "People in Mexico speak Spanish.", "languages"),
-    ("Where is the Eiffel Tower?", "The Eiffel Tower is in Paris.", "places"),
-    ("Where is Big Ben?", "Big Ben is in London.", "places"),
-    ("Where are the pyramids?", "The most famous pyramids are in Egypt.", "places"),
-)  # fmt: skip
-
+    "Tell me a joke.",
+    "Tell me a joke!",
+    "Do you know a joke?",
+    "Can you tell me a joke?",
+    "Make me laugh.",
+    "tell me a joke",
+    "Tell me something funny.",
+    "Another joke, please.",
+    "I need a good joke.",
+    "Say something funny.",
+    "Give me a joke.",
+)
 OPPOSITES = {
-    "hot": "cold", "big": "small", "up": "down", "good": "bad", "fast": "slow", "old": "young", "happy": "sad", "light": "dark",
-    "open": "closed", "high": "low", "long": "short", "hard": "soft", "full": "empty", "early": "late", "rich": "poor",
-    "strong": "weak", "clean": "dirty", "left": "right", "day": "night", "black": "white", "wet": "dry", "easy": "difficult",
-    "loud": "quiet", "near": "far", "first": "last", "true": "false", "begin": "end", "push": "pull", "win": "lose",
-}  # fmt: skip
-
+    "hot": "cold",
+    "big": "small",
+    "up": "down",
+    "good": "bad",
+    "fast": "slow",
+    "old": "young",
+    "happy": "sad",
+    "light": "dark",
+    "open": "closed",
+    "high": "low",
+    "long": "short",
+    "hard": "soft",
+    "full": "empty",
+    "early": "late",
+    "rich": "poor",
+    "strong": "weak",
+    "clean": "dirty",
+    "left": "right",
+    "day": "night",
+    "black": "white",
+    "wet": "dry",
+    "easy": "difficult",
+    "loud": "quiet",
+    "near": "far",
+    "first": "last",
+    "true": "false",
+    "begin": "end",
+    "push": "pull",
+    "win": "lose",
+}
 TRANSLATIONS = {
-    "French": {"hello": "bonjour", "thank you": "merci", "water": "eau", "house": "maison", "dog": "chien", "cat": "chat", "good": "bon", "yes": "oui", "no": "non", "goodbye": "au revoir", "bread": "pain", "friend": "ami"},
-    "Spanish": {"hello": "hola", "thank you": "gracias", "water": "agua", "house": "casa", "dog": "perro", "cat": "gato", "good": "bueno", "yes": "sí", "no": "no", "goodbye": "adiós", "bread": "pan", "friend": "amigo"},
-    "German": {"hello": "hallo", "thank you": "danke", "water": "Wasser", "house": "Haus", "dog": "Hund", "cat": "Katze", "good": "gut", "yes": "ja", "no": "nein", "goodbye": "auf Wiedersehen", "bread": "Brot", "friend": "Freund"},
-    "Italian": {"hello": "ciao", "thank you": "grazie", "water": "acqua", "house": "casa", "dog": "cane", "cat": "gatto", "good": "buono", "yes": "sì", "no": "no", "goodbye": "arrivederci", "bread": "pane", "friend": "amico"},
-}  # fmt: skip
+    "French": {
+        "hello": "bonjour",
+        "thank you": "merci",
+        "water": "eau",
+        "house": "maison",
+        "dog": "chien",
+        "cat": "chat",
+        "good": "bon",
+        "yes": "oui",
+        "no": "non",
+        "goodbye": "au revoir",
+        "bread": "pain",
+        "friend": "ami",
+    },
+    "Spanish": {
+        "hello": "hola",
+        "thank you": "gracias",
+        "water": "agua",
+        "house": "casa",
+        "dog": "perro",
+        "cat": "gato",
+        "good": "bueno",
+        "yes": "sí",
+        "no": "no",
+        "goodbye": "adiós",
+        "bread": "pan",
+        "friend": "amigo",
+    },
+    "German": {
+        "hello": "hallo",
+        "thank you": "danke",
+        "water": "Wasser",
+        "house": "Haus",
+        "dog": "Hund",
+        "cat": "Katze",
+        "good": "gut",
+        "yes": "ja",
+        "no": "nein",
+        "goodbye": "auf Wiedersehen",
+        "bread": "Brot",
+        "friend": "Freund",
+    },
+    "Italian": {
+        "hello": "ciao",
+        "thank you": "grazie",
+        "water": "acqua",
+        "house": "casa",
+        "dog": "cane",
+        "cat": "gatto",
+        "good": "buono",
+        "yes": "sì",
+        "no": "no",
+        "goodbye": "arrivederci",
+        "bread": "pane",
+        "friend": "amico",
+    },
+}

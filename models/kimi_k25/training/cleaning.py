@@ -89,8 +89,10 @@ def group(parts: Iterable[str], size: int = 2800, least: int = 200) -> Iterator[
 
 
 class _BodyText(HTMLParser):
-    BLOCK = frozenset("p div li dt dd h1 h2 h3 h4 tr pre section table ul ol br".split())
-    SKIP = frozenset("script style head nav table pre".split())
+    BLOCK = frozenset(
+        ["p", "div", "li", "dt", "dd", "h1", "h2", "h3", "h4", "tr", "pre", "section", "table", "ul", "ol", "br"]
+    )
+    SKIP = frozenset(["script", "style", "head", "nav", "table", "pre"])
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

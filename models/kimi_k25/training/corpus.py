@@ -1,6 +1,6 @@
 """Collects every document of the corpus and writes two files: training and held-out, one JSON document a line.
 
-    python -m models.kimi_k25.training.corpus --work WORK --out .train-data
+python -m models.kimi_k25.training.corpus --work WORK --out .train-data
 """
 
 from __future__ import annotations

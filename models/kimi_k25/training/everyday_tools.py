@@ -78,20 +78,38 @@ def _weather(rng: Random) -> Task:
             question = question.rstrip("?.") + f" in {unit}" + question[-1]
             arguments["unit"] = unit
     name = rng.choice(_WEATHER_NAMES)
-    about = rng.choice(("Get the weather in a city", "Look up the current weather", "Get current weather for a location", "Current weather"))
+    about = rng.choice(
+        (
+            "Get the weather in a city",
+            "Look up the current weather",
+            "Get current weather for a location",
+            "Current weather",
+        )
+    )
     tool = declare(name, about, properties, [key]) if rng.random() < 0.7 else EVERYDAY["get_weather"]
     if tool is EVERYDAY["get_weather"]:
         question, arguments = question.replace(" in celsius", "").replace(" in fahrenheit", ""), {"city": city}
     result = rng.choice(
-        ({"temperature": degrees, "sky": sky}, {"temp": degrees, "condition": sky}, {"city": city, "temperature": degrees, "weather": sky})
+        (
+            {"temperature": degrees, "sky": sky},
+            {"temp": degrees, "condition": sky},
+            {"city": city, "temperature": degrees, "weather": sky},
+        )
     )
-    answer = rng.choice((f"It is {sky} in {city}, with {degrees} degrees.", f"The weather in {city} is {sky} and it is {degrees} degrees."))
+    answer = rng.choice(
+        (
+            f"It is {sky} in {city}, with {degrees} degrees.",
+            f"The weather in {city} is {sky} and it is {degrees} degrees.",
+        )
+    )
     return Task(tool, question, arguments, result, answer)
 
 
 def _time(rng: Random) -> Task:
     city, time = rng.choice(CITIES), f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"
-    question = rng.choice(("What time is it in {}?", "Tell me the time in {}.", "What is the time in {} now?")).format(city)
+    question = rng.choice(("What time is it in {}?", "Tell me the time in {}.", "What is the time in {} now?")).format(
+        city
+    )
     return Task(EVERYDAY["get_time"], question, {"city": city}, {"time": time}, f"It is {time} in {city}.")
 
 
@@ -99,28 +117,63 @@ def _sum(rng: Random) -> Task:
     name, a, b = rng.choice(("add", "multiply")), rng.randrange(2, 999), rng.randrange(2, 999)
     value = a + b if name == "add" else a * b
     sign = "+" if name == "add" else "*"
-    question = rng.choice((f"Use the tool to {name} {a} and {b}.", f"What is {a} {sign} {b}? Use the tool.", f"Please {name} {a} and {b} with the tool."))
+    question = rng.choice(
+        (
+            f"Use the tool to {name} {a} and {b}.",
+            f"What is {a} {sign} {b}? Use the tool.",
+            f"Please {name} {a} and {b} with the tool.",
+        )
+    )
     return Task(EVERYDAY[name], question, {"a": a, "b": b}, {"result": value}, f"The result is {value}.")
 
 
 def _search(rng: Random) -> Task:
     query = f"{rng.choice(ADJECTIVES)} {rng.choice(THINGS)}s"
     found = rng.randrange(1, 60)
-    question = rng.choice(("Search for {}.", "Look up {} on the web.", "Can you search for {}?", "Find {} online.")).format(query)
-    return Task(EVERYDAY["search"], question, {"query": query}, {"results": found}, f"I found {found} results for {query}.")
+    question = rng.choice(
+        ("Search for {}.", "Look up {} on the web.", "Can you search for {}?", "Find {} online.")
+    ).format(query)
+    return Task(
+        EVERYDAY["search"], question, {"query": query}, {"results": found}, f"I found {found} results for {query}."
+    )
 
 
 def _timer(rng: Random) -> Task:
     minutes = rng.randrange(1, 90)
-    question = rng.choice(("Set a timer for {} minutes.", "Start a {} minute timer.", "Remind me in {} minutes.")).format(minutes)
-    return Task(EVERYDAY["set_timer"], question, {"minutes": minutes}, {"ok": True}, f"I have set a timer for {minutes} minutes.")
+    question = rng.choice(
+        ("Set a timer for {} minutes.", "Start a {} minute timer.", "Remind me in {} minutes.")
+    ).format(minutes)
+    return Task(
+        EVERYDAY["set_timer"],
+        question,
+        {"minutes": minutes},
+        {"ok": True},
+        f"I have set a timer for {minutes} minutes.",
+    )
 
 
 def _message(rng: Random) -> Task:
     name = rng.choice(NAMES)
-    text = rng.choice(("I will be late", "See you soon", "Dinner is ready", "Happy birthday", "Thank you", "I am at home", "Call me", f"Bring the {rng.choice(THINGS)}"))
+    text = rng.choice(
+        (
+            "I will be late",
+            "See you soon",
+            "Dinner is ready",
+            "Happy birthday",
+            "Thank you",
+            "I am at home",
+            "Call me",
+            f"Bring the {rng.choice(THINGS)}",
+        )
+    )
     question = rng.choice((f"Tell {name}: {text}.", f"Send {name} a message: {text}.", f'Write "{text}" to {name}.'))
-    return Task(EVERYDAY["send_message"], question, {"to": name, "text": text}, {"sent": True}, f"I have sent your message to {name}.")
+    return Task(
+        EVERYDAY["send_message"],
+        question,
+        {"to": name, "text": text},
+        {"sent": True},
+        f"I have sent your message to {name}.",
+    )
 
 
 def _music(rng: Random) -> Task:

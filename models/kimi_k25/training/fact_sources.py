@@ -171,9 +171,44 @@ def capitals(packages: Packages) -> list[tuple[str, str]]:
 
 
 _WELL_KNOWN = set(
-    "France Germany Spain Italy Japan China India Canada Russia Brazil Egypt Greece Poland Sweden Norway Finland "
-    "Denmark Portugal Ireland Austria Australia Mexico Argentina Turkey Netherlands Belgium Switzerland Cuba Peru "
-    "Chile Kenya Thailand Vietnam Ukraine Hungary Iceland".split()
+    [
+        "France",
+        "Germany",
+        "Spain",
+        "Italy",
+        "Japan",
+        "China",
+        "India",
+        "Canada",
+        "Russia",
+        "Brazil",
+        "Egypt",
+        "Greece",
+        "Poland",
+        "Sweden",
+        "Norway",
+        "Finland",
+        "Denmark",
+        "Portugal",
+        "Ireland",
+        "Austria",
+        "Australia",
+        "Mexico",
+        "Argentina",
+        "Turkey",
+        "Netherlands",
+        "Belgium",
+        "Switzerland",
+        "Cuba",
+        "Peru",
+        "Chile",
+        "Kenya",
+        "Thailand",
+        "Vietnam",
+        "Ukraine",
+        "Hungary",
+        "Iceland",
+    ]
 ) | {"United States", "United Kingdom", "South Korea", "New Zealand", "South Africa", "Saudi Arabia"}
 
 

@@ -49,7 +49,9 @@ def _knowledge(rng: Random) -> Exchange:
     question, answer, topic = rng.choice(KNOWLEDGE)
     question = _typed(rng, question)
     if rng.random() < 0.12 and question[0].isupper():
-        opener = rng.choice(("Can you tell me: ", "I have a question. ", "Quick question: ", "Please tell me: ", "Hi! "))
+        opener = rng.choice(
+            ("Can you tell me: ", "I have a question. ", "Quick question: ", "Please tell me: ", "Hi! ")
+        )
         question = opener + question
     return Exchange(question, answer, f"The user asks about {topic}. I know this: {answer}")
 
@@ -58,7 +60,9 @@ def _opposite(rng: Random) -> Exchange:
     word, other = rng.choice(list(OPPOSITES.items()))
     if rng.random() < 0.5:
         word, other = other, word
-    question = rng.choice((f"What is the opposite of {word}?", f"Opposite of {word}?", f"Give me the opposite of {word}."))
+    question = rng.choice(
+        (f"What is the opposite of {word}?", f"Opposite of {word}?", f"Give me the opposite of {word}.")
+    )
     return Exchange(question, f"The opposite of {word} is {other}.", f"{capitalised(word)} and {other} are opposites.")
 
 
@@ -78,7 +82,9 @@ def _calendar(rng: Random) -> Exchange:
         question = rng.choice((f"Which {kind} comes after {row[i]}?", f"What {kind} is after {row[i]}?"))
         return Exchange(question, f"{answer} comes after {row[i]}.", f"After {row[i]} comes {answer}.")
     answer = row[i - 1]
-    return Exchange(f"Which {kind} comes before {row[i]}?", f"{answer} comes before {row[i]}.", f"{answer}, then {row[i]}.")
+    return Exchange(
+        f"Which {kind} comes before {row[i]}?", f"{answer} comes before {row[i]}.", f"{answer}, then {row[i]}."
+    )
 
 
 def small_exchange(rng: Random) -> Exchange:

@@ -1,4 +1,4 @@
-"""Fetches the packages that hold the texts, by name through the ordinary clients, and unpacks them without installing."""
+"""Fetches the packages that hold the texts, by name through the ordinary clients; unpacks them, installs nothing."""
 
 from __future__ import annotations
 

@@ -90,6 +90,6 @@ def postgres_manual(packages: Packages) -> Iterator[str]:
 
 def jargon_file(packages: Packages) -> Iterator[str]:
     path = packages.deb("jargon-text") / "usr/share/doc/jargon-text/jargon.txt.gz"
-    text = gzip.open(path, "rt", encoding="utf-8", errors="replace").read()
+    text = gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
     found = [normalise(p.replace("_", "")) for p in paragraphs(text)]
     yield from group(p for p in found if len(p) > 80 and not is_blocked(p) and p[-1] in ".!?)")

@@ -33,16 +33,49 @@ def invented_word(rng: Random) -> str:
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.randrange(2, 4)))
 
 
-_KEYS = (
-    "name title id count city date color size amount owner group level mode reason target source limit page label topic day "
-    "price speed weight code status kind note text path user number"
-).split()
+_KEYS = [
+    "name",
+    "title",
+    "id",
+    "count",
+    "city",
+    "date",
+    "color",
+    "size",
+    "amount",
+    "owner",
+    "group",
+    "level",
+    "mode",
+    "reason",
+    "target",
+    "source",
+    "limit",
+    "page",
+    "label",
+    "topic",
+    "day",
+    "price",
+    "speed",
+    "weight",
+    "code",
+    "status",
+    "kind",
+    "note",
+    "text",
+    "path",
+    "user",
+    "number",
+]
 
 
 def _property(rng: Random) -> dict[str, Any]:
     kind = rng.choice(("string", "string", "string", "integer", "integer", "number", "boolean", "enum"))
     if kind == "enum":
-        return {"type": "string", "enum": rng.sample(rng.choice((COLORS, ADJECTIVES, DAYS, FOODS)), rng.randrange(2, 4))}
+        return {
+            "type": "string",
+            "enum": rng.sample(rng.choice((COLORS, ADJECTIVES, DAYS, FOODS)), rng.randrange(2, 4)),
+        }
     made: dict[str, Any] = {"type": kind}
     if rng.random() < 0.2:
         made["description"] = f"The {rng.choice(_KEYS)} of the {rng.choice(NOUNS)}"
@@ -53,7 +86,9 @@ def synthetic_tool(rng: Random) -> SyntheticTool:
     verb, noun = rng.choice(VERBS), rng.choice(NOUNS)
     if rng.random() < 0.35:
         noun = invented_word(rng)
-    name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", f"{noun}_{verb}", f"{noun}.{verb}"))
+    name = rng.choice(
+        (f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", f"{noun}_{verb}", f"{noun}.{verb}")
+    )
     keys = rng.sample(_KEYS, rng.randrange(1, 4))
     if rng.random() < 0.25:
         keys[0] = invented_word(rng)
