@@ -66,6 +66,7 @@ def export(model: TinyKimi, folder: Path) -> int:
         save_file({name: tensors[name] for name in names}, part, metadata={"format": "pt"})
         if part.stat().st_size > MAX_SHARD_BYTES:
             raise ValueError(f"{file} would have {part.stat().st_size} bytes, more than {MAX_SHARD_BYTES}.")
+        part.chmod(0o644)
         part.replace(folder / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
