@@ -17,7 +17,7 @@ import jinja2
 from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.chat_messages import prepare_messages, prepare_tools
+from engine.chat_messages import ROLES, prepare_messages, prepare_tools
 from engine.config import ConfigError
 from engine.request import InvalidRequestError
 from engine.tokenizer import Tokenizer
@@ -25,48 +25,12 @@ from engine.tokenizer import Tokenizer
 # What a caller may set, and the name under which the templates of the family read it.
 SWITCHES = {"thinking": "thinking", "enable_thinking": "thinking", "preserve_thinking": "preserve_thinking"}
 # Keys that templates look up by name; all other keys of a caller's objects are the caller's text.
-STRUCTURE_KEYS = frozenset(
-    [
-        "role",
-        "content",
-        "name",
-        "type",
-        "text",
-        "id",
-        "function",
-        "arguments",
-        "tool_calls",
-        "tool_call_id",
-        "reasoning_content",
-        "description",
-        "parameters",
-        "properties",
-        "required",
-        "items",
-        "enum",
-        "default",
-        "strict",
-    ]
-)
-# Values that templates compare with literals. None of these words is part of a control token's text on its own.
+MESSAGE_KEYS = ("role", "content", "name", "type", "text", "reasoning_content", "tool_calls", "tool_call_id", "id")
+TOOL_KEYS = ("function", "arguments", "description", "parameters")
+STRUCTURE_KEYS = frozenset(MESSAGE_KEYS + TOOL_KEYS)
+# Values that templates compare with literals; none of these words completes a control token.
 ENUMERATED_KEYS = frozenset(("role", "type"))
-ENUMERATED_VALUES = frozenset(
-    [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "text",
-        "function",
-        "string",
-        "number",
-        "integer",
-        "boolean",
-        "object",
-        "array",
-        "null",
-    ]
-)
+ENUMERATED_VALUES = frozenset((*ROLES, "text", "function"))
 
 
 class TemplateRefusal(jinja2.TemplateError):
@@ -125,7 +89,7 @@ class ChatTemplate:
             if not isinstance(value, bool):
                 raise InvalidRequestError(f"{place} must be true or false.", param=place)
             if checked.setdefault(target, value) != value:
-                raise InvalidRequestError(f"{place} contradicts chat_template_kwargs.{target}.", param=place)
+                raise InvalidRequestError(f"{place} contradicts another spelling of the same switch.", param=place)
         return checked
 
     def render(
@@ -157,9 +121,9 @@ class ChatTemplate:
         text = self._render(inputs, PlainMask())
         mask = SentinelMask()
         pieces = mask.split(self._render(inputs, mask))
-        if "".join(piece for piece, _ in pieces) == text:
-            return tokenizer.encode_with_spans(text, _owned_spans(tokenizer, pieces))
-        return tokenizer.encode_with_spans(text, self._spans_of_edited_text(tokenizer, text, inputs))
+        if pieces is None or "".join(pieces) != text:
+            return tokenizer.encode_with_spans(text, self._spans_of_edited_text(tokenizer, text, inputs))
+        return tokenizer.encode_with_spans(text, _owned_spans(tokenizer, pieces))
 
     def _spans_of_edited_text(self, tokenizer: Tokenizer, text: str, inputs: dict) -> list[tuple[int, int, int]]:
         """Control tokens of a prompt whose template cuts or compares the caller's text, so that sentinels disturb it.
@@ -185,8 +149,7 @@ class ChatTemplate:
             inputs["tools_ts_str"] = self._declare_tools(tools)
             tools = json.loads(json.dumps(tools, sort_keys=True))
         inputs["tools"] = tools or None
-        now = datetime.now()
-        inputs["strftime_now"] = now.strftime
+        inputs["strftime_now"] = datetime.now().strftime
         return inputs
 
     def _render(self, inputs: dict[str, Any], mask: PlainMask) -> str:
@@ -226,22 +189,26 @@ class SentinelMask(PlainMask):
         nonce = secrets.token_hex(16)
         self._begin, self._end = f"begin{nonce}", f"end{nonce}"
         self._sentinel = re.compile(f"{self._begin}|{self._end}")
+        self._hidden: set[str] = set()
 
     def hide(self, text: str) -> str:
-        return f"{self._begin}{text}{self._end}" if text else text
+        if not text:
+            return text
+        self._hidden.add(text)
+        return f"{self._begin}{text}{self._end}"
 
     def hide_json(self, text: str) -> str:
         return self.hide(self._sentinel.sub("", text))
 
-    def split(self, text: str) -> list[tuple[str, bool]]:
-        """(piece, whether it is the template's own) in order; joined they are `text` without the sentinels.
+    def split(self, text: str) -> list[str] | None:
+        """Pieces of `text` that are in turn the template's own and one whole text of the caller's.
 
-        Where a template tore a pair apart everything counts as the caller's.
+        None where the template took a caller's text apart.
         """
         pieces = self._sentinel.split(text)
         marks = self._sentinel.findall(text)
-        whole = marks == [self._begin, self._end] * (len(marks) // 2)
-        return [(piece, whole and i % 2 == 0) for i, piece in enumerate(pieces)]
+        paired = marks == [self._begin, self._end] * (len(marks) // 2)
+        return pieces if paired and self._hidden.issuperset(pieces[1::2]) else None
 
 
 def _hide(value: Any, mask: PlainMask) -> Any:
@@ -260,11 +227,11 @@ def _hide(value: Any, mask: PlainMask) -> Any:
     return value
 
 
-def _owned_spans(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> list[tuple[int, int, int]]:
-    """Control tokens that lie within one piece of the template's own text, at their places in the joined text."""
+def _owned_spans(tokenizer: Tokenizer, pieces: list[str]) -> list[tuple[int, int, int]]:
+    """Control tokens within the even pieces, the template's own, at their places in the joined text."""
     spans, position = [], 0
-    for piece, owned in pieces:
-        if owned:
+    for i, piece in enumerate(pieces):
+        if i % 2 == 0:
             spans += [(position + a, position + b, token_id) for a, b, token_id in tokenizer.find_special(piece)]
         position += len(piece)
     return spans

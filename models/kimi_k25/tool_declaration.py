@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 INDENT = "  "
-# Far above any real schema, far below the interpreter's stack: each level costs at most four frames.
-MAX_DEPTH = 64
+# Far above any real schema, far below the interpreter's stack: a level costs at most three frames.
+MAX_DEPTH = 100
 DEFS = "#/$defs/"
 SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null"}
 UNION_MEMBERS = SCALARS | {"object": "{}", "array": "Array<any>"}
@@ -63,10 +63,11 @@ def _tool_block(function: dict) -> str:
     """Interfaces of referenced definitions, the description as a comment, then the type of the function."""
     parameters = function.get("parameters") or {}
     writer = _Writer()
-    signature = writer.object_type(parameters, "")
-    lines = writer.interfaces(parameters)
+    signature, lines = writer.object_type(parameters, ""), []
+    # A definition that refers to the root comes too late to be seen here, in the checkpoint's encoder too.
     if writer.refers_to_root:
-        signature = "parameters"
+        signature, lines = "parameters", [writer.root_interface(parameters)]
+    lines += writer.definition_interfaces()
     if function.get("description"):
         lines.append(_comment(function["description"], ""))
     lines.append(f"type {function.get('name', 'function')} = (_: {signature}) => any;")
@@ -84,14 +85,17 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
         self.refers_to_root = False
 
-    def interfaces(self, parameters: dict) -> list[str]:
+    def root_interface(self, parameters: dict) -> str:
+        """All fields by name, required or not, and nothing on further keys: the form that a self reference has."""
+        fields = ",\n".join(self._fields(parameters, INDENT).values())
+        return "interface parameters {" + (f"\n{fields}\n" if fields else "") + "}"
+
+    def definition_interfaces(self) -> list[str]:
         blocks = []
         for name, schema in list(self.definitions.items()):
-            if isinstance(schema, dict) and schema.get("description"):
+            if schema.get("description"):
                 blocks.append(_comment(schema["description"], ""))
             blocks.append(f"interface {name} {self.type_of(schema, '')}")
-        if self.refers_to_root:
-            blocks.insert(0, f"interface parameters {self.object_type(parameters, '')}")
         return blocks
 
     def type_of(self, schema: Any, indent: str) -> str:
@@ -115,7 +119,7 @@ class _Writer:
         if ref == "#":
             self.refers_to_root = True
             return "parameters"
-        name = ref.removeprefix(DEFS)
+        name = ref.rsplit("/", 1)[-1]
         if not ref.startswith(DEFS) or name not in self.definitions:
             raise UnsupportedSchemaError(f"Reference {ref!r} does not name a definition under {DEFS}.")
         return name
@@ -128,7 +132,9 @@ class _Writer:
             return self.object_type(schema, indent)
         if kind == "array":
             return self._array(schema, indent)
-        return SCALARS[kind]
+        if not isinstance(kind, str):
+            raise UnsupportedSchemaError(f"A type must be a name or a list of names, not {kind!r}.")
+        return SCALARS.get(kind, kind)
 
     def _array(self, schema: dict, indent: str) -> str:
         item = schema.get("items")
@@ -143,14 +149,19 @@ class _Writer:
     def object_type(self, schema: dict, indent: str) -> str:
         self.definitions.update(schema.get("$defs") or {})
         inner = indent + INDENT
-        properties, required = schema.get("properties", {}), set(schema.get("required", []))
-        order = sorted(properties, key=lambda name: (name not in required, name))
-        fields = [self._field(name, properties[name], name in required, inner) for name in order]
         extra = schema.get("additionalProperties")
-        if extra is not None:
-            kind = "never" if extra is False else self.type_of(extra, inner)
-            fields.append(f"{inner}[k: string]: {kind}")
-        return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
+        extra_type = "never" if extra is False else None if extra is None else self.type_of(extra, inner)
+        fields = self._fields(schema, inner)
+        required = set(schema.get("required", [])) if fields else set()
+        lines = [fields[name] for name in sorted(fields, key=lambda name: (name not in required, name))]
+        if extra_type is not None:
+            lines.append(f"{inner}[k: string]: {extra_type}")
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}" if lines else "{}"
+
+    def _fields(self, schema: dict, indent: str) -> dict[str, str]:
+        properties = schema.get("properties", {})
+        required = set(schema.get("required", [])) if properties else set()
+        return {name: self._field(name, properties[name], name in required, indent) for name in properties}
 
     def _field(self, name: str, schema: Any, required: bool, indent: str) -> str:
         lines = _comments(schema, indent)
@@ -180,12 +191,13 @@ def _is_plainly_typed(schema: dict) -> bool:
 
 
 def _enum(schema: dict) -> str:
-    kinds = schema.get("type", [])
-    kinds = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "null"]
-    if len(kinds) > 1:
-        raise UnsupportedSchemaError(f"An enum of several types {kinds} has no TypeScript form.")
-    allowed = PYTHON_TYPES.get(kinds[0]) if kinds else None
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        if len(kind) > 2 or (len(kind) == 2 and "null" not in kind):
+            raise UnsupportedSchemaError(f"An enum of the types {kind} has no TypeScript form.")
+        kind = next((member for member in kind if member != "null"), "null")
+    allowed = PYTHON_TYPES.get(kind)
     for value in schema["enum"]:
         if allowed and value is not None and not isinstance(value, allowed):
-            raise UnsupportedSchemaError(f"Enum value {value!r} is not of type {kinds[0]}.")
+            raise UnsupportedSchemaError(f"Enum value {value!r} is not of type {kind}.")
     return " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])

@@ -1,0 +1,45 @@
+"""`python -m engine.bench SUBCOMMAND [--json FILE]`.
+
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> Report`, and one line in SUBCOMMANDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from engine.bench.report import publish
+from engine.config import ConfigError
+
+SUBCOMMANDS = {
+    "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    main_parser = argparse.ArgumentParser(prog="python -m engine.bench", description="Measurements of the engine.")
+    commands = main_parser.add_subparsers(dest="command", required=True, metavar="SUBCOMMAND")
+    for name, (module, description) in SUBCOMMANDS.items():
+        sub = commands.add_parser(name, help=description, description=description)
+        sub.add_argument("--json", metavar="FILE", help="write the result there too, for scripts")
+        importlib.import_module(module).add_arguments(sub)
+    return main_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    args = parser().parse_args(arguments)
+    module = importlib.import_module(SUBCOMMANDS[args.command][0])
+    try:
+        report = module.run(args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    publish(report, ["python", "-m", "engine.bench", *arguments], args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
