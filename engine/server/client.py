@@ -1,8 +1,8 @@
 """The bridge between asyncio and the engine core: one thread steps the core, requests and deltas cross over in batches.
 
 The thread alone touches the core. Between two steps it drains an inbox of commands; with nothing to do it waits on a
-condition. Deltas enter the event loop once per step, and a reader that falls behind finds them merged, one per choice,
-so a slow client never holds more than its own answer.
+condition, which a rank that fails meanwhile notifies too. Deltas enter the event loop once per step, and a reader that
+falls behind finds them merged, one per choice, so a slow client never holds more than its own answer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.request import CompletionDelta, InvalidRequestError, SamplingParams
+from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, SamplingParams
 
 logger = logging.getLogger("turnout.server")
-
-
-class EngineDeadError(RuntimeError):
-    """The engine failed or was closed; no request can be served any more."""
 
 
 class _Backlog:
@@ -150,6 +146,7 @@ class EngineClient:
         self._error: BaseException | None = None
         self._running: dict[str, _Running] = {}
         self._entering: dict[str, RequestStream] = {}
+        core.on_failure(self._notify)
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
 
@@ -196,6 +193,10 @@ class EngineClient:
                 self._inbox.append(lambda: self._abort(request_id))
                 self._work.notify()
 
+    def _notify(self) -> None:
+        with self._work:
+            self._work.notify()
+
     def close(self) -> None:
         """Blocks until the core has shut down; may be repeated."""
         with self._work:
@@ -220,14 +221,20 @@ class EngineClient:
             self._core.shutdown()
 
     def _take_commands(self) -> bool:
-        """Runs what is in the inbox, waiting for it if the core is idle; False when the client is closing."""
+        """Runs what is in the inbox, waiting for it if the core is idle; False when the client is closing.
+
+        Raises EngineDeadError if a rank has failed.
+        """
+        core = self._core
         with self._work:
-            while not self._inbox and not self._closing and not self._core.has_unfinished():
+            while not (self._inbox or self._closing or core.failure or core.has_unfinished()):
                 self._work.wait()
             commands = list(self._inbox)
             self._inbox.clear()
             if self._closing:
                 return False
+        if core.failure:
+            raise EngineDeadError(core.failure)
         for command in commands:
             command()
         return True

@@ -8,6 +8,7 @@ prompts expect; chats never take this path. Choice `prompt * n + i` is answer i 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,8 +87,6 @@ class _Choice:
         call = self._call
         if call.prompt_only:
             delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
-        if delta.prompt_logprobs is not None:
-            call.scores[self._number] = delta.prompt_logprobs
         echo = [] if self._echoed else self._prompt
         self._echoed = True
         text = call.client.tokenizer.decode(echo, skip_special_tokens=False) + delta.text
@@ -150,11 +149,20 @@ class CompletionCall:
         self.choices = [_Choice(self, i) for i in range(len(self.prompts) * self.params.n)]
 
     async def _pieces(self) -> AsyncIterator[tuple[_Choice, _Piece]]:
+        """Reads the deltas; where an echo needs the prompt's scores, those that come before the scores wait."""
+        waiting: dict[int, list[CompletionDelta]] = defaultdict(list)
+        needs_scores = bool(self.body.echo) and self.body.logprobs is not None
         async for number, delta in self.generation:
-            choice = self.choices[number * self.params.n + delta.index]
-            piece = choice.read(delta)
-            self.envelope.usage.push(piece.delta)
-            yield choice, piece
+            if delta.prompt_logprobs is not None:
+                self.scores[number] = delta.prompt_logprobs
+            if needs_scores and number not in self.scores:
+                waiting[number].append(delta)
+                continue
+            for ready in [*waiting.pop(number, ()), delta]:
+                choice = self.choices[number * self.params.n + ready.index]
+                piece = choice.read(ready)
+                self.envelope.usage.push(piece.delta)
+                yield choice, piece
 
     async def answer(self) -> dict[str, Any]:
         async for choice, piece in self._pieces():

@@ -9,8 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from engine.request import InvalidRequestError
-from engine.server.client import EngineDeadError
+from engine.request import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger("turnout.server")
 

@@ -55,6 +55,7 @@ class FakeCore:
         self.is_shut_down = False
         self.changed = threading.Condition()
         self.threads: set[int] = set()
+        self.failure: str | None = None
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.threads.add(threading.get_ident())
@@ -95,6 +96,14 @@ class FakeCore:
         with self.changed:
             self.changed.notify_all()
         return deltas
+
+    def on_failure(self, callback) -> None:
+        self._on_failure = callback
+
+    def lose_a_rank(self) -> None:
+        """What the real core does from another thread when a rank dies, whether or not a step runs."""
+        self.failure = "secret: rank 1 was killed"
+        self._on_failure()
 
     def shutdown(self) -> None:
         self.is_shut_down = True

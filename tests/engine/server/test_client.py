@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from engine.request import InvalidRequestError, SamplingParams
-from engine.server.client import EngineClient, EngineDeadError
+from engine.request import EngineDeadError, InvalidRequestError, SamplingParams
+from engine.server.client import EngineClient
 from tests.engine.server.harness import emit, make_core
 
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, logprobs=1)
@@ -129,6 +129,16 @@ def test_failure_reaches_everyone_once(core):
     asyncio.run(run())
     client.close()
     assert not client.is_healthy and [str(r) for r in reasons] == [str(client.error)] and core.is_shut_down
+
+
+def test_a_rank_lost_while_idle_is_noticed_at_once(core):
+    noticed = threading.Event()
+    client = EngineClient(core, on_error=lambda reason: noticed.set())
+    asyncio.run(collect(client))
+    assert client.is_healthy
+    core.lose_a_rank()
+    assert noticed.wait(10) and not client.is_healthy and "rank 1" in str(client.error)
+    client.close()
 
 
 def test_close_ends_running_requests(core):

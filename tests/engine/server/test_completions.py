@@ -1,5 +1,7 @@
 """Text completions: prompt forms, choice numbers, echo, the older logprobs."""
 
+from dataclasses import replace
+
 import openai
 import pytest
 
@@ -79,6 +81,20 @@ def test_echo(server, logprobs, max_tokens):
     if logprobs is not None:
         parts = [c["choices"][0]["logprobs"] for c in chunks]
         assert {key: [x for part in parts for x in part[key]] for key in parts[0]} == choice["logprobs"]
+
+
+def test_choices_may_come_before_the_scores_of_their_prompt(server, monkeypatch):
+    advance, fields = server.core._advance, {"echo": True, "logprobs": 1, "n": 2, "max_tokens": 2}
+
+    def late(sequence):
+        scores, delta = sequence.prompt_logprobs, advance(sequence)
+        sequence.prompt_logprobs = scores if sequence.num_tokens < 2 else None
+        last = sequence.index == 1 and delta.finish_reason
+        return replace(delta, prompt_logprobs=scores if last else None)
+
+    expected = server.complete(**fields)["choices"]
+    monkeypatch.setattr(server.core, "_advance", late)
+    assert server.complete(**fields)["choices"] == expected
 
 
 def test_logprobs_of_half_characters_keep_apart(server):

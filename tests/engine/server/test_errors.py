@@ -186,8 +186,12 @@ def test_senseless_options_are_refused_at_start(server, options):
         create_app(server.client, **{"served_model_names": ["tiny"]} | options)
 
 
-def test_request_ids_and_the_access_log(server, caplog):
+def test_request_ids_and_the_access_log(server, caplog, request):
     caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "turnout")
+    logger = logging.getLogger("turnout.access")
+    logger.addHandler(caplog.handler)  # the launcher's set-up may have ended propagation
+    request.addfinalizer(lambda: logger.removeHandler(caplog.handler))
     with server.http() as http:
         assert http.get("/version", headers={"x-request-id": "trace-42"}).headers["x-request-id"] == "trace-42"
         made = http.get("/nope", headers={"x-request-id": "bad id\x01"}).headers["x-request-id"]
@@ -203,7 +207,10 @@ def test_request_ids_and_the_access_log(server, caplog):
     assert not any("secret" in record.getMessage() or "\n" in record.getMessage() for record in caplog.records)
 
 
-def test_a_bug_in_the_server_shows_no_internals(server, monkeypatch, caplog):
+def test_a_bug_in_the_server_shows_no_internals(server, monkeypatch, caplog, request):
+    logger = logging.getLogger("turnout.server")
+    logger.addHandler(caplog.handler)
+    request.addfinalizer(lambda: logger.removeHandler(caplog.handler))
     monkeypatch.setattr("engine.server.chat.chat_params", lambda *_: 1 / 0)
     error = server.refusal(CHAT, {"messages": HI}, 500)
     assert error["type"] == "server_error"
