@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
 
-import engine
 from engine.server import info, responses
 from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
@@ -19,6 +18,7 @@ from engine.server.middleware import ApiKeyMiddleware, RequestMiddleware
 from engine.server.openapi import body_of, install_openapi
 from engine.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from engine.server.responses import errors
+from engine.version import __version__
 
 MAX_BODY_BYTES = 32 * 2**20
 POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
@@ -83,7 +83,7 @@ def create_app(
 
     app = FastAPI(
         title="Turnout",
-        version=engine.__version__,
+        version=__version__,
         description="OpenAI-compatible inference.",
         lifespan=lifespan,
         redirect_slashes=False,

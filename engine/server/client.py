@@ -213,7 +213,9 @@ class EngineClient:
             self._fail_all(EngineDeadError("the engine was closed"))
         except BaseException as exc:  # whatever it is, clients must hear of it: a dead thread answers nobody
             self._error = exc
-            logger.critical("the engine failed: %s: %s", type(exc).__name__, exc, exc_info=exc)
+            # A lost rank has told its reason; anything else is a bug, and its traceback is wanted.
+            known = isinstance(exc, EngineDeadError) and exc.__cause__ is None
+            logger.critical("the engine failed: %s", exc, exc_info=None if known else exc)
             self._fail_all(EngineDeadError("the engine has stopped"))
             if self._on_error is not None:
                 self._on_error(exc)

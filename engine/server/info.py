@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-import engine
 from engine.server.chat import encode_chat
 from engine.server.context import ServerContext, new_id
 from engine.server.errors import ENGINE_DEAD_MESSAGE, ApiError, bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.protocol import DetokenizeRequest, RequestModel, TokenizeRequest
 from engine.server.transport import json_response
+from engine.version import __version__
 
 
 def _card(context: ServerContext, name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ async def health(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": engine.__version__})
+    return json_response({"version": __version__})
 
 
 def _with_warnings(answer: dict[str, Any], body: RequestModel) -> Response:

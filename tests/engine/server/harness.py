@@ -55,7 +55,7 @@ def make_core(**options: Any) -> FakeCore:
 
 @dataclass
 class RunningServer:
-    core: FakeCore
+    core: Any
     client: EngineClient
     url: str
     port: int
@@ -133,9 +133,16 @@ def texts(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, str]:
     return joined
 
 
+def request_bytes(path: str, body: dict) -> bytes:
+    """A whole HTTP request, for clients that hang up."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
 @contextmanager
-def serving(core: FakeCore | None = None, **options: Any) -> Iterator[RunningServer]:
-    """Runs a server in a thread for the length of the block; `options` go to `create_app`."""
+def serving(core: Any = None, **options: Any) -> Iterator[RunningServer]:
+    """Runs a server over `core` or a fake one for the length of the block; `options` go to `create_app`."""
     core = core or make_core()
     client = EngineClient(core)
     app = create_app(client, **{"served_model_names": ["tiny", "kimi"]} | options)
@@ -158,4 +165,5 @@ def serving(core: FakeCore | None = None, **options: Any) -> Iterator[RunningSer
         server.should_exit = True
         thread.join(10)
         listener.close()
-        assert not thread.is_alive() and core.is_shut_down
+        assert not thread.is_alive()
+        assert not isinstance(core, FakeCore) or core.is_shut_down

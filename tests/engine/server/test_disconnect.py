@@ -7,16 +7,10 @@ import threading
 import openai
 import pytest
 
-from tests.engine.server.harness import HI, emit, error_of, make_core, read_stream, serving
+from tests.engine.server.harness import HI, emit, error_of, make_core, read_stream, request_bytes, serving
 
 CHAT = "/v1/chat/completions"
 ENDLESS = {"messages": HI, "prompt": "Hi", "max_tokens": 10**6, "ignore_eos": True}
-
-
-def request_bytes(path: str, body: dict) -> bytes:
-    raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
 
 
 @pytest.fixture(scope="module")
