@@ -147,6 +147,8 @@ def serving(core: Any = None, **options: Any) -> Iterator[RunningServer]:
     client = EngineClient(core)
     app = create_app(client, **{"served_model_names": ["tiny", "kimi"]} | options)
     listener = socket.create_server(("127.0.0.1", 0))
+    # asyncio turns Nagle's algorithm off only for sockets made with an explicit protocol; accepted ones inherit this.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     started = threading.Event()
 
     class Server(uvicorn.Server):

@@ -279,7 +279,7 @@ STARTS = st.sampled_from([{}, {"messages": HI}, {"prompt": "a"}, {"tokens": [1]}
 def test_random_bodies_never_break_the_server(server):
     with server.http(headers={"content-type": "application/json"}) as http:
 
-        @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
         @given(path=st.sampled_from(POSTS), start=STARTS, fields=BODIES, wins=st.booleans())
         def check(path, start, fields, wins):
             body = {**start, **fields} if wins else {**fields, **start}
