@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import new_id
@@ -45,6 +46,8 @@ class RequestMiddleware:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:  # in the middle of its own request
+            scope[OUTCOME] = "disconnected"
         except Exception as exc:
             error = as_api_error(exc)  # logs it
             if status:

@@ -1,6 +1,7 @@
 """Clients that hang up, and an engine that dies, over real sockets."""
 
 import json
+import logging
 import socket
 import threading
 
@@ -41,6 +42,20 @@ def test_hanging_up_frees_the_request(slow, path, stream, num_steps):
         connection.close()
     core.wait_for(lambda: len(core.aborted) == 4)
     assert not core.running and not slow.client._running
+
+
+def test_hanging_up_in_the_middle_of_a_request_is_no_failure(caplog):
+    with serving() as server:
+        logger = logging.getLogger("turnout")
+        logger.addHandler(caplog.handler)
+        caplog.set_level(logging.INFO, "turnout")
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.sendall(request_bytes(CHAT, ENDLESS)[:-20])
+        connection.close()
+        server.chat()
+    logger.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert any("disconnected" in record.getMessage() for record in caplog.records)
 
 
 def test_the_next_turn_right_after_hanging_up():
