@@ -276,7 +276,8 @@ def _special_tokens(config: dict, num_ranks: int, path: Path) -> tuple[dict[str,
             raise ConfigError(f"{path} puts {name!r} at id {token_id}, which is an ordinary token.")
         if token_id in names:
             names[token_id] = name
-            hidden -= set() if special else {token_id}
+            if not special:
+                hidden.discard(token_id)
     special_tokens = {name: token_id for token_id, name in names.items()}
     _check_names(special_tokens, path)
     return special_tokens, hidden

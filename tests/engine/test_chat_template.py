@@ -171,7 +171,7 @@ def test_other_templates_of_the_family_render():
     assert text.endswith(f"{SECTION}{E}{S}tool{M}## Return of functions.get_weather:0\n4 C{E}{A}assistant{M}")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEMPLATES, chats(HARMLESS), tool_lists(HARMLESS))
 def test_ids_equal_the_reference_tokenisation(tokenizer, template, messages, tools):
     text = template.render(messages, tools)
@@ -179,7 +179,7 @@ def test_ids_equal_the_reference_tokenisation(tokenizer, template, messages, too
     assert ids == tokenizer.encode(text, allow_special=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TEMPLATES, chats(FORGED), tool_lists(FORGED))
 def test_no_text_of_the_caller_becomes_a_control_token(tokenizer, template, messages, tools):
     ids = template.encode(tokenizer, messages, tools)
@@ -228,6 +228,18 @@ def test_a_template_that_edits_text_is_exact_or_refuses(tokenizer):
     for text in (" <think> ", "a</think>b", " [EOS]"):
         with pytest.raises(InvalidRequestError, match="spells a control token"):
             EDITING.encode(tokenizer, [{"role": "user", "content": text}])
+
+
+def test_keys_of_the_caller_are_text_too(tokenizer):
+    template = ChatTemplate(
+        "{%- for m in messages if m.tool_calls -%}{%- for key, value in m.tool_calls[0].function.arguments.items() -%}"
+        "<|im_user|>{{ key }}={{ value }}<|im_end|>{%- endfor -%}{%- endfor -%}",
+        declare_tools,
+    )
+    call = CALL | {"function": {"name": "f", "arguments": {"<think>": "[EOS]", "b": 1}}}
+    ids = template.encode(tokenizer, [{"role": "assistant", "tool_calls": [call]}])
+    user, end = tokenizer.special_tokens[U], tokenizer.im_end_id
+    assert ids == [user, *tokenizer.encode("<think>=[EOS]"), end, user, *tokenizer.encode("b=1"), end]
 
 
 def test_a_marker_may_not_form_across_a_border(tokenizer):
@@ -364,7 +376,7 @@ def spoiled_chats(draw: st.DrawFn) -> tuple:
     return chat
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(TEMPLATES, st.one_of(st.tuples(ANY_JSON, ANY_JSON), spoiled_chats(), spoiled_chats()))
 def test_any_json_renders_or_is_an_invalid_request(tokenizer, template, chat):
     messages, tools = chat
