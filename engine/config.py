@@ -10,7 +10,7 @@ from typing import Any
 TINY_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "kimi_k25" / "tiny"
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors")
 
 
 class ConfigError(ValueError):

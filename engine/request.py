@@ -218,3 +218,91 @@ class CompletionDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence in the engine: what n=1 asks for. Identical on all ranks at every step.
+
+    `seed` is set even where the caller gave none, so that every rank draws the same tokens.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(stop - num_prompt, 0)]
+
+    def append(self, token_id: int) -> None:
+        """Adds a sampled token and finishes the request where it ends: stop ids, then length."""
+        self.output_token_ids.append(token_id)
+        num_output = len(self.output_token_ids)
+        if token_id in self.stop_token_ids and num_output >= self.params.min_tokens:
+            self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
+        elif num_output >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What another rank needs to hold the same request, JSON-ready."""
+        return {
+            "request_id": self.request_id,
+            "prompt_token_ids": self.prompt_token_ids,
+            "params": self.params.to_dict(),
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "stop_token_ids": sorted(self.stop_token_ids),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Request:
+        fields = dict(data, params=SamplingParams.from_dict(data["params"]))
+        return cls(**dict(fields, stop_token_ids=frozenset(data["stop_token_ids"])))
+
+
+def _logprobs_from_dict(rows: list | None) -> list | None:
+    """JSON turned token ids into text and Logprob into plain objects."""
+    if rows is None:
+        return None
+    return [row and {int(token): Logprob(**value) for token, value in row.items()} for row in rows]
+
+
+def request_output_from_dict(data: dict[str, Any]) -> RequestOutput:
+    """Restores `asdict(RequestOutput)` after a way through JSON."""
+    outputs = [CompletionOutput(**dict(o, logprobs=_logprobs_from_dict(o["logprobs"]))) for o in data["outputs"]]
+    prompt_logprobs = _logprobs_from_dict(data["prompt_logprobs"])
+    metrics = RequestMetrics(**data["metrics"])
+    return RequestOutput(**dict(data, outputs=outputs, prompt_logprobs=prompt_logprobs, metrics=metrics))
+
+
+def completion_delta_from_dict(data: dict[str, Any]) -> CompletionDelta:
+    """Restores `asdict(CompletionDelta)` after a way through JSON."""
+    return CompletionDelta(
+        **dict(
+            data,
+            logprobs=_logprobs_from_dict(data["logprobs"]),
+            prompt_logprobs=_logprobs_from_dict(data["prompt_logprobs"]),
+            metrics=data["metrics"] and RequestMetrics(**data["metrics"]),
+        )
+    )

@@ -1,0 +1,40 @@
+"""The models the engine can run: architecture name -> what the engine needs of it, loaded lazily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """parse_config: config.json's dict -> the model's config. load_model: directory, config, parallel, dtype and the
+    chosen backends -> the model. declare_tools: tools -> the text the chat template shows, None for its JSON form."""
+
+    parse_config: Callable[[dict[str, Any]], Any]
+    load_model: Callable[..., Any]
+    declare_tools: Callable[[list[dict]], str | None]
+
+
+def _kimi_k25() -> ModelEntry:
+    from models.kimi_k25.config import KimiConfig
+    from models.kimi_k25.tool_declaration import declare_tools
+    from models.kimi_k25.weights import load_model
+
+    return ModelEntry(KimiConfig.from_dict, load_model, declare_tools)
+
+
+MODELS: dict[str, Callable[[], ModelEntry]] = {
+    "kimi_k25": _kimi_k25,
+    "kimi_k2": _kimi_k25,
+    "deepseek_v3": _kimi_k25,
+}
+
+
+def find(config: dict[str, Any]) -> ModelEntry:
+    """The entry for config.json's `model_type`. Raises ValueError naming the known ones."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        raise ValueError(f"config.json has model_type {model_type!r}; this engine runs {', '.join(MODELS)}.")
+    return MODELS[model_type]()

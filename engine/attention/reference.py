@@ -1,0 +1,22 @@
+"""Plain PyTorch attention over the paged latent cache."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.kernels import reference
+
+
+class ReferenceAttention:
+    name = "reference"
+
+    def store(self, cache: torch.Tensor, kv_TX: torch.Tensor, batch: ForwardBatch) -> None:
+        reference.store_latent(cache, kv_TX, batch.slots_T)
+
+    def attend(
+        self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, latent_width: int
+    ) -> torch.Tensor:
+        return reference.mla_paged(
+            q_THX, cache, batch.block_table_NB, batch.query_lens, batch.seq_lens, scale, latent_width
+        )

@@ -1,0 +1,172 @@
+"""How rank 0 tells the other ranks what to do: JSON frames over plain TCP.
+
+Not a collective, so that an idle engine waits in no pending operation that could time out, and not pickle, so that
+nothing read from a socket can run. A rank that dies closes its socket, which the other side sees at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from engine.log import logger
+
+_ADDRESS_KEY = "turnout/control"
+_HANDSHAKE_SECONDS = 120.0
+_GRACE_SECONDS = 3.0
+_LENGTH = struct.Struct("!I")
+_HELLO_BYTES = 64 + _LENGTH.size
+
+
+class RankFailure(RuntimeError):
+    """Another rank died or raised; the message names it and the reason."""
+
+
+class ControlServer:
+    """Rank 0's end. Accepts one connection from every other rank, then sends frames to all of them."""
+
+    def __init__(self, store: dist.Store, world_size: int, host: str):
+        self._token = secrets.token_hex(32)
+        self._listener = socket.create_server((host, 0))
+        port = self._listener.getsockname()[1]
+        store.set(_ADDRESS_KEY, json.dumps([host, port, self._token]))
+        self._peers: dict[int, socket.socket] = {}
+        self._closing = False
+        self._failed = threading.Event()
+        self.failure: str | None = None
+        self._accept(world_size)
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def _accept(self, world_size: int) -> None:
+        self._listener.settimeout(_HANDSHAKE_SECONDS)
+        while len(self._peers) < world_size - 1:
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, world_size)) - set(self._peers))
+                raise RankFailure(f"ranks {missing} did not connect within {_HANDSHAKE_SECONDS:.0f} s.") from None
+            rank = self._greet(peer)
+            if rank is None or not 0 < rank < world_size or rank in self._peers:
+                peer.close()
+            else:
+                self._peers[rank] = peer
+        self._listener.close()
+
+    def _greet(self, peer: socket.socket) -> int | None:
+        """The rank of a peer that knows the token, or None for a stranger."""
+        peer.settimeout(5.0)
+        try:
+            hello = _receive_exactly(peer, _HELLO_BYTES)
+        except OSError:
+            return None
+        if hello is None or not hmac.compare_digest(hello[:64], self._token.encode()):
+            return None
+        peer.settimeout(None)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _LENGTH.unpack(hello[64:])[0]
+
+    def _watch(self) -> None:
+        """Notes the first rank that reports an error or goes away before `close`."""
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self._peers.items():
+                selector.register(peer, selectors.EVENT_READ, rank)
+            for key, _ in selector.select():
+                frame = None
+                with contextlib.suppress(OSError, ValueError):
+                    frame = _receive(key.fileobj)
+                if not self._closing:
+                    self.failure = f"rank {key.data} {frame['failed'] if frame else 'ended without a word'}"
+                    logger.error("%s", self.failure)
+                    self._failed.set()
+                return
+
+    def wait_for_failure(self, seconds: float) -> str | None:
+        """Why a rank failed, if one does within `seconds`."""
+        self._failed.wait(seconds)
+        return self.failure
+
+    def broadcast(self, message: dict[str, Any]) -> None:
+        """Sends one frame to every other rank. Raises RankFailure if one is gone."""
+        frame = _frame(message) if self._peers else b""
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(frame)
+            except OSError as error:
+                raise RankFailure(f"rank {rank} is gone ({error.strerror or error}).") from error
+
+    def close(self) -> None:
+        self._closing = True
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+
+class ControlClient:
+    """Another rank's end. When rank 0 goes away the process ends, even from inside a collective that would hang."""
+
+    def __init__(self, store: dist.Store, rank: int):
+        host, port, token = json.loads(store.get(_ADDRESS_KEY))
+        self._socket = socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(token.encode() + _LENGTH.pack(rank))
+        self._closed = threading.Event()
+        threading.Thread(target=self._end_with_rank_0, name="rank-0-watch", daemon=True).start()
+
+    def _end_with_rank_0(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        poll.poll()
+        if not self._closed.wait(_GRACE_SECONDS):
+            os._exit(1)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next frame; None once rank 0 has closed or died."""
+        try:
+            return _receive(self._socket)
+        except OSError:
+            return None
+
+    def report_failure(self, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.sendall(_frame({"failed": reason}))
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _frame(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def _receive(peer: socket.socket) -> dict[str, Any] | None:
+    head = _receive_exactly(peer, _LENGTH.size)
+    body = head and _receive_exactly(peer, _LENGTH.unpack(head)[0])
+    return json.loads(body) if body else None
+
+
+def _receive_exactly(peer: socket.socket, size: int) -> bytes | None:
+    """`size` bytes, or None at the end of the stream."""
+    data = bytearray()
+    while len(data) < size:
+        piece = peer.recv(size - len(data))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)

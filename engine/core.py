@@ -1,0 +1,211 @@
+"""The engine of one process: the same scheduler and runner on every rank, and rank 0's side of it.
+
+A step is: tell the other ranks what changed, schedule, execute, take the tokens, show them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.chat_template import ChatTemplate
+from engine.comm.control import ControlServer
+from engine.config import EngineConfig
+from engine.kv_cache import KVCacheManager
+from engine.model_files import ModelFiles
+from engine.model_runner import BLOCK_SIZE, ModelRunner, ModelRunnerOutput
+from engine.output_processor import OutputProcessor
+from engine.request import CompletionDelta, InvalidRequestError, Request, SamplingParams
+from engine.scheduler import Scheduler, SchedulerOutput
+from engine.tokenizer import Tokenizer
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot go on; the message is the first reason."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. Token and preemption counts run from the start; usage is the share of KV blocks in use, 0 to 1."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
+class Replica:
+    """What every rank holds: given the same messages in the same order, all ranks compute the same."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner):
+        self.runner = runner
+        kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
+
+    def apply(self, new: list[Request], finish: list[list[Any]]) -> None:
+        """finish: [request id, reason, stop reason] each."""
+        for request in new:
+            self.scheduler.add(request)
+        for request_id, reason, stop_reason in finish:
+            self.scheduler.finish(request_id, reason, stop_reason)
+
+    def step_as_told(self, message: dict[str, Any]) -> None:
+        """What another rank does with rank 0's "step" frame."""
+        self.apply([Request.from_dict(r) for r in message["new"]], message["finish"])
+        self.step()
+
+    def step(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        output = self.scheduler.schedule()
+        if not output.scheduled:
+            return output, ModelRunnerOutput()
+        result = self.runner.execute(output)
+        self.scheduler.update(output, result.token_ids)
+        return output, result
+
+
+class EngineCore:
+    """Rank 0: takes requests, leads the other ranks, shows tokens. One thread calls it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        runner: ModelRunner,
+        control: ControlServer | None = None,
+        on_shutdown: Callable[[], None] = lambda: None,
+    ):
+        self.config = config
+        self.tokenizer = Tokenizer.from_directory(files.directory)
+        self.chat_template = ChatTemplate.from_directory(files.directory, files.entry.declare_tools)
+        self.generation_defaults = {
+            k: v for k, v in files.generation_config.items() if k in ("temperature", "top_p", "top_k", "min_p")
+        }
+        self.model_name = files.directory.name
+        self.max_model_len = runner.max_model_len
+        self.vocab_size = files.model_config.vocab_size
+        self.replica = Replica(config, runner)
+        tokenizer = self.tokenizer
+        ends = {tokenizer.eos_id, tokenizer.im_end_id, tokenizer.eot_id} - {None}
+        self._eos_token_ids = files.eos_token_ids | ends
+        self._control = control
+        self._on_shutdown = on_shutdown
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._random = random.Random(config.seed)
+        self._new: list[Request] = []
+        self._finish: list[list[Any]] = []
+        self._aborted: list[CompletionDelta] = []
+        self._failure: str | None = None
+        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raises InvalidRequestError for a request that can never be served."""
+        params.check_vocab(self.vocab_size)
+        if not prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty; give at least one token.", param="prompt")
+        bad = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"the prompt holds token id {bad}, but the vocabulary has {self.vocab_size} entries.", param="prompt"
+            )
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt_token_ids)} tokens, but the context holds {self.max_model_len} including "
+                "at least one generated token; shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Queues n sequences. Raises InvalidRequestError as `validate` does, ValueError for an id in use."""
+        self.validate(prompt_token_ids, params)
+        if self._outputs.sequence_ids(request_id):
+            raise ValueError(f"request {request_id} is already running.")
+        room = self.max_model_len - len(prompt_token_ids)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        for index in range(params.n):
+            request = Request(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=list(prompt_token_ids),
+                params=params,
+                seed=self._random.getrandbits(63) if params.seed is None else params.seed + index,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_token_ids=stop_ids,
+            )
+            self._new.append(request)
+            self._outputs.add(request_id, index, request, time.monotonic())
+        self._num_prompt_tokens += len(prompt_token_ids)
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request and frees its blocks at the next step; an unknown id is ignored."""
+        for sequence_id in self._outputs.sequence_ids(request_id):
+            self._finish.append([sequence_id, "abort", None])
+            self._aborted.append(self._outputs.abort(sequence_id))
+
+    def unfinished_ids(self) -> list[str]:
+        return self._outputs.request_ids()
+
+    def has_unfinished(self) -> bool:
+        return bool(self._new or self._finish or self._aborted or self.replica.scheduler.has_unfinished)
+
+    def step(self) -> list[CompletionDelta]:
+        """Raises EngineDeadError once a rank has failed."""
+        self._check_alive()
+        new, finish, deltas = self._new, self._finish, self._aborted
+        self._new, self._finish, self._aborted = [], [], []
+        try:
+            self._tell_ranks({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish})
+            self.replica.apply(new, finish)
+            output, result = self.replica.step()
+        except Exception as error:
+            raise self._dead(error) from error
+        deltas += self._outputs.process(output, result)
+        self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
+        self._num_steps += 1
+        self._num_generated_tokens += len(result.token_ids)
+        return deltas
+
+    def stats(self) -> EngineStats:
+        scheduler = self.replica.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._new),
+            kv_cache_usage=scheduler.kv_cache.usage,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+        )
+
+    def return_to_ranks(self, value: list[dict]) -> None:
+        """Ends the other ranks' present call under torchrun, where every rank runs the caller's script."""
+        self._tell_ranks({"kind": "return", "value": value})
+
+    def shutdown(self) -> None:
+        """Ends the other ranks and waits for them."""
+        self._on_shutdown()
+
+    def _tell_ranks(self, message: dict[str, Any]) -> None:
+        if self._control is not None:
+            self._control.broadcast(message)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot go on, or None."""
+        return self._failure or (self._control.failure if self._control is not None else None)
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+
+    def _dead(self, error: Exception) -> EngineDeadError:
+        """The first reason counts: a collective that broke because a rank died is not the cause, and the rank's own
+        word arrives a moment later."""
+        reason = self._control.wait_for_failure(1.0) if self._control is not None else None
+        self._failure = reason or f"rank 0 failed: {type(error).__name__}: {error}"
+        return EngineDeadError(self._failure)

@@ -1,0 +1,139 @@
+"""Plain PyTorch twins of every kernel: the oracle of the tests and the path that runs without a GPU.
+
+Shape letters: T tokens, D model width, H heads, C latent width, R rope width, E experts, K experts a token,
+I expert width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x * rsqrt(mean(x^2) + eps) in float32, cast back, then times the weight, as the checkpoint's own code does."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+
+
+def rotate_pairs(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding on interleaved pairs (2i, 2i+1), left in place.
+
+    x: [T, ..., R]; cis: complex64 [T, R/2]. Returns x's shape and dtype.
+    """
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    while cis.dim() < pairs.dim():
+        cis = cis.unsqueeze(1)
+    return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for rows [gate | up]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def route(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, normalize: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoid router with a bias that selects but does not weigh (DeepSeek-V3 report, section 2.1.2).
+
+    Returns expert ids int64 [T, K] and weights float32 [T, K].
+    """
+    scores_TE = logits_TE.float().sigmoid()
+    ids_TK = (scores_TE + bias_E).topk(top_k, dim=-1, sorted=False).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK, weights_TK * scale
+
+
+def experts(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    gate_up_EID: torch.Tensor,
+    down_EDI: torch.Tensor,
+) -> torch.Tensor:
+    """Weighted sum of each row's experts; id -1 means that the expert is not here.
+
+    gate_up_EID: [E, 2I, D], gate rows first; down_EDI: [E, D, I]. Each expert's output is weighted and summed in
+    float32 in order of expert id, so that a row does not depend on its neighbours. Returns float32 [T, D].
+    """
+    num_tokens, top_k = ids_TK.shape
+    num_experts = gate_up_EID.shape[0]
+    flat = ids_TK.flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    order = order[counts[0] :]
+    rows = order // top_k
+    x = x_TD[rows]
+    y = torch.empty(rows.shape[0], x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+    start = 0
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            stop = start + count
+            hidden = silu_mul(torch.mm(x[start:stop], gate_up_EID[expert].t()))
+            torch.mm(hidden, down_EDI[expert].t(), out=y[start:stop])
+            start = stop
+    out_TD = torch.zeros(num_tokens, x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
+    return out_TD.index_add_(0, rows, y.float() * weights_TK.flatten()[order].unsqueeze(1))
+
+
+def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+    """Float32 weight [out, in] of a pack-quantized one.
+
+    packed: int32 [out, in/8], eight columns a word, lowest nibble = lowest column, stored value = q + 8.
+    scale: [out, in/group_size]. w[o, k] = (nibble - 8) * scale[o, k // group_size].
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    q = ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2) - 8
+    return (q.unflatten(-1, (-1, group_size)) * scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def store_latent(cache: torch.Tensor, latent_TX: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Writes each token's row [latent | roped key] of width C + R into its slot; cache: [blocks, block_size, C + R]."""
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots_T, latent_TX)
+
+
+def mla_paged(
+    q_THX: torch.Tensor,
+    cache: torch.Tensor,
+    block_table_NB: torch.Tensor,
+    query_lens: list[int],
+    seq_lens: list[int],
+    scale: float,
+    latent_width: int,
+) -> torch.Tensor:
+    """Absorbed MLA over the paged latent cache, one sequence at a time.
+
+    q_THX: [T, H, C + R], already multiplied by W_k and roped. Query i of a sequence sees the keys up to its own
+    position. Softmax in float32. Returns [T, H, C].
+    """
+    out_THC = torch.empty(*q_THX.shape[:2], latent_width, dtype=q_THX.dtype, device=q_THX.device)
+    block_size = cache.shape[1]
+    start = 0
+    for n, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        num_blocks = -(-seq_len // block_size)
+        keys_LX = cache[block_table_NB[n, :num_blocks]].flatten(0, 1)[:seq_len]
+        q_HQX = q_THX[start : start + query_len].transpose(0, 1)
+        scores_HQL = torch.matmul(q_HQX, keys_LX.t()).float() * scale
+        if query_len > 1:
+            first_hidden = torch.arange(seq_len - query_len + 1, seq_len + 1, device=q_THX.device)
+            hidden_QL = torch.arange(seq_len, device=q_THX.device) >= first_hidden.unsqueeze(1)
+            scores_HQL.masked_fill_(hidden_QL, float("-inf"))
+        probs_HQL = scores_HQL.softmax(-1).to(q_THX.dtype)
+        out_THC[start : start + query_len] = torch.matmul(probs_HQL, keys_LX[:, :latent_width]).transpose(0, 1)
+        start += query_len
+    return out_THC
+
+
+def mla_naive(q_THX: torch.Tensor, keys_LHX: torch.Tensor, values_LHV: torch.Tensor, scale: float) -> torch.Tensor:
+    """Expanded causal attention of one sequence whose last T of L positions are the queries: the oracle of MLA.
+
+    q_THX: [T, H, nope + rope]; keys_LHX alike over L positions; values_LHV: [L, H, V]. Returns [T, H, V].
+    """
+    query_len, seq_len = q_THX.shape[0], keys_LHX.shape[0]
+    scores_HTL = torch.einsum("thx,lhx->htl", q_THX, keys_LHX).float() * scale
+    visible_TL = torch.ones(query_len, seq_len, dtype=torch.bool, device=q_THX.device).tril(seq_len - query_len)
+    probs_HTL = scores_HTL.masked_fill(~visible_TL, float("-inf")).softmax(-1).to(q_THX.dtype)
+    return torch.einsum("htl,lhv->thv", probs_HTL, values_LHV)

@@ -1,0 +1,230 @@
+"""Starts or joins the ranks of an engine, and builds this process's part of it.
+
+Under torchrun with enough ranks each process joins; otherwise this process is rank 0 and starts the others as
+`python -m engine.worker`. Everything a started rank needs reaches it through rank 0's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.attention.backend import ATTENTION_BACKENDS
+from engine.comm.control import ControlClient, ControlServer
+from engine.comm.dispatcher import DISPATCHERS
+from engine.comm.parallel_state import ParallelState
+from engine.config import ConfigError, EngineConfig
+from engine.core import EngineCore, EngineDeadError, Replica
+from engine.log import logger
+from engine.model_files import ModelFiles
+from engine.model_runner import ModelRunner
+
+_CONFIG_KEY = "turnout/config"
+_START_TIMEOUT = timedelta(minutes=10)
+_END_SECONDS = 5.0
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Ranks:
+    """The process group this process is in, and the processes it started for it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    store: dist.Store | None = None
+    joined: bool = False
+    control: ControlServer | ControlClient | None = None
+    children: list[subprocess.Popen] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Ends the started ranks, by force if they do not end by themselves."""
+        if self.control is not None:
+            self.control.close()
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_END_SECONDS)
+        self.kill()
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        self.store = None
+
+    def kill(self) -> None:
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+class Follower:
+    """A rank other than 0: does what rank 0 says."""
+
+    def __init__(self, replica: Replica, control: ControlClient):
+        self._replica, self._control = replica, control
+
+    def follow(self) -> list[dict] | None:
+        """Works until rank 0 ends its call (returns the call's value) or goes away (returns None)."""
+        while (message := self._control.receive()) is not None:
+            if message["kind"] == "return":
+                return message["value"]
+            self._replica.step_as_told(message)
+        return None
+
+
+def start_engine(config: EngineConfig) -> tuple[EngineCore | Follower, Ranks]:
+    """Builds the engine of `config` in this process. Raises ConfigError or CheckpointError for what cannot work."""
+    config = _resolve(config)
+    files = ModelFiles.read(config)
+    ranks = _join_or_start(config)
+    try:
+        return _build(config, files, ranks), ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ranks]:
+    """The other side of `_start_ranks`: this process is one of the ranks that rank 0 started."""
+    host, port = address.rsplit(":", 1)
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=_START_TIMEOUT)
+    ranks = Ranks(rank, world_size, rank, store)
+    config = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
+    ranks.control = ControlClient(store, rank)
+    return _build(config, ModelFiles.read(config), ranks), ranks
+
+
+def _resolve(config: EngineConfig) -> EngineConfig:
+    for name, table in (("moe_comm", DISPATCHERS), ("attention_backend", ATTENTION_BACKENDS)):
+        known = ["auto", *table]
+        if getattr(config, name) not in known:
+            raise ConfigError(f"{name} {getattr(config, name)!r} is not known; use one of {', '.join(known)}.")
+    if config.draft not in (None, "auto"):
+        raise ConfigError(f"draft={config.draft!r}: this version decodes without a draft; leave draft out.")
+    return config.resolve(torch.cuda.device_count())
+
+
+def _join_or_start(config: EngineConfig) -> Ranks:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        if world_size != config.tp:
+            raise ConfigError(
+                f"torchrun started {world_size} ranks, but tp={config.tp}; use --nproc-per-node {config.tp}."
+            )
+        _check_gpus(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        return _join(config)
+    _check_gpus(config, config.tp)
+    return _start_ranks(config) if config.tp > 1 else Ranks()
+
+
+def _check_gpus(config: EngineConfig, local_ranks: int) -> None:
+    available = torch.cuda.device_count()
+    if config.device == "cuda" and local_ranks > available:
+        raise ConfigError(
+            f"{local_ranks} ranks need {local_ranks} GPUs on this host, but it has {available}; lower --tp or use "
+            "device='cpu'."
+        )
+
+
+def _join(config: EngineConfig) -> Ranks:
+    """torchrun's own rendezvous. Ranks that were given other settings than rank 0 stop here, by name."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
+    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True)
+    if rank == 0:
+        store.set(_CONFIG_KEY, config.to_json())
+        ranks.control = ControlServer(store, world_size, os.environ["MASTER_ADDR"])
+        return ranks
+    theirs = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
+    if theirs != config:
+        name = next(n for n in vars(config) if getattr(config, n) != getattr(theirs, n))
+        raise ConfigError(
+            f"rank {rank} was started with {name}={getattr(config, name)!r}, rank 0 with {getattr(theirs, name)!r}; "
+            "start all ranks with the same settings."
+        )
+    ranks.control = ControlClient(store, rank)
+    return ranks
+
+
+def _start_ranks(config: EngineConfig) -> Ranks:
+    if dist.is_initialized():
+        raise ConfigError("this process already has a process group; close the other engine first.")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_START_TIMEOUT)
+    store.set(_CONFIG_KEY, config.to_json())
+    ranks = Ranks(0, config.tp, 0, store)
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    for rank in range(1, config.tp):
+        command = [sys.executable, "-m", "engine.worker", "--rank", str(rank), "--world-size", str(config.tp)]
+        command += ["--store", f"127.0.0.1:{store.port}", "--log-level", logging_level()]
+        # Its own session: Ctrl-C in a terminal reaches rank 0 alone, which then ends the others in order.
+        ranks.children.append(
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
+            )
+        )
+    try:
+        ranks.control = ControlServer(store, config.tp, "127.0.0.1")
+    except BaseException:
+        ranks.kill()
+        raise
+    return ranks
+
+
+def logging_level() -> str:
+    import logging
+
+    return logging.getLevelName(logger.getEffectiveLevel()).lower()
+
+
+def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore | Follower:
+    try:
+        parallel = _parallel_state(config, ranks)
+        runner = ModelRunner(config, files, parallel)
+    except Exception as error:
+        _blame(ranks, error)
+        raise
+    if ranks.rank == 0:
+        return EngineCore(config, files, runner, ranks.control, ranks.close)
+    return Follower(Replica(config, runner), ranks.control)
+
+
+def _blame(ranks: Ranks, error: Exception) -> None:
+    """A rank that cannot start says why; rank 0 repeats the first reason rather than the broken collective."""
+    if isinstance(ranks.control, ControlClient):
+        ranks.control.report_failure(f"failed to start: {error}")
+    elif isinstance(ranks.control, ControlServer) and not isinstance(error, ValueError):
+        reason = ranks.control.wait_for_failure(1.0)
+        if reason is not None:
+            raise EngineDeadError(reason) from error
+
+
+def _parallel_state(config: EngineConfig, ranks: Ranks) -> ParallelState:
+    device = torch.device("cpu")
+    if config.device == "cuda":
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    else:
+        _set_threads(config, ranks)
+    if ranks.world_size > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("turnout/pg", ranks.store),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return ParallelState(ranks.rank, config.tp, config.ep, device)
+
+
+def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
+    """Ranks on one CPU share its cores; more threads than cores would wait for each other."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif ranks.world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp))

@@ -1,0 +1,57 @@
+"""Token embedding and LM head, both split over the vocabulary.
+
+Shape letters: T tokens, S sampled rows, D model width, V vocabulary, v this rank's part of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.comm import meter
+from engine.comm.collectives import all_gather, all_reduce
+from engine.comm.parallel_state import ParallelState
+from engine.layers.parameter import WHOLE, empty, spec
+from engine.weights import TensorSpec
+
+
+class _VocabularyShard(nn.Module):
+    """Rows [start, start + v) of a [V, D] matrix; the last rank's may be padded with zero rows."""
+
+    def __init__(self, vocab_size: int, width: int, parallel: ParallelState, dtype: torch.dtype):
+        super().__init__()
+        self.vocab_size, self.parallel = vocab_size, parallel
+        self.num_rows = -(-vocab_size // parallel.tp)
+        self.start = min(parallel.rank * self.num_rows, vocab_size)
+        self.stop = min(self.start + self.num_rows, vocab_size)
+        self.weight = empty(self.num_rows, width, dtype=dtype, device=parallel.device)
+
+    def specs(self, name: str) -> dict[str, TensorSpec]:
+        target = self.weight[: self.stop - self.start]
+        shape = (self.vocab_size, self.weight.shape[1])
+        return {f"{name}.weight": spec(shape, (slice(self.start, self.stop), WHOLE), target)}
+
+
+class Embedding(_VocabularyShard):
+    def forward(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, D]; ranks without a token's row contribute exact zeros, so the sum has the same bits everywhere."""
+        if self.parallel.tp == 1:
+            return F.embedding(token_ids_T, self.weight)
+        local_T = token_ids_T - self.start
+        elsewhere_T = (local_T < 0) | (local_T >= self.num_rows)
+        x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        x_TD, sent = all_reduce(x_TD.masked_fill(elsewhere_T.unsqueeze(1), 0), self.parallel)
+        self.parallel.meter.count(meter.OTHER, sent)
+        return x_TD
+
+
+class LMHead(_VocabularyShard):
+    def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [S, V], whole on every rank."""
+        logits_Sv = F.linear(x_SD, self.weight).float()
+        if self.parallel.tp == 1:
+            return logits_Sv
+        stack_PSv, sent = all_gather(logits_Sv, self.parallel)
+        self.parallel.meter.count(meter.OTHER, sent)
+        return stack_PSv.transpose(0, 1).flatten(1)[:, : self.vocab_size]

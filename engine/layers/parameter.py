@@ -1,0 +1,30 @@
+"""Parameters that know their own shard: each layer says which part of which tensor it wants and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.weights import TensorSpec
+
+FLOAT_TYPES = ("BF16", "F32", "F16")
+WHOLE = slice(None)
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def copy_into(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A store that converts and copies what was read into `target`."""
+
+    def store(value: torch.Tensor) -> None:
+        target.copy_(value)
+
+    return store
+
+
+def spec(shape: tuple[int, ...], part: tuple[slice, ...], target: torch.Tensor) -> TensorSpec:
+    """A float tensor of which `part` is copied into `target`."""
+    return TensorSpec(shape, FLOAT_TYPES, part, copy_into(target))

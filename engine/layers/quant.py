@@ -1,0 +1,140 @@
+"""How routed experts hold their weights: pack-quantized INT4 or plain floats, both behind one constructor.
+
+Shape letters: E this rank's experts, D model width, I this rank's columns of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from engine.comm.parallel_state import ParallelState
+from engine.kernels import reference
+from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
+from engine.weights import TensorSpec
+
+GROUP_SIZE = 32
+
+
+class FloatExperts(nn.Module):
+    """Experts as dense matrices of the engine's dtype: gate_up [E, 2I, D] with gate rows first, down [E, D, I]."""
+
+    group_size = 1
+
+    def __init__(self, num_experts: int, width: int, expert_width: int, parallel: ParallelState, dtype: torch.dtype):
+        super().__init__()
+        self.num_experts, self.width, self.expert_width = num_experts, width, expert_width
+        self.local = parallel.expert_range(num_experts)
+        self.columns = parallel.expert_columns(expert_width, self.group_size)
+        size = self.columns.stop - self.columns.start
+        count = len(self.local)
+        self.gate_up = empty(count, 2 * size, width, dtype=dtype, device=parallel.device)
+        self.down = empty(count, width, size, dtype=dtype, device=parallel.device)
+
+    def forward(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of the local experts of each row (id -1 = none), float32 [T, D], partial over ranks."""
+        return reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+
+    def specs(self, prefix: str) -> dict[str, TensorSpec]:
+        """Keys are prefix + "{expert}.{gate,up,down}_proj" + what the storage adds; all ranks' experts are listed."""
+        specs: dict[str, TensorSpec] = {}
+        for expert in range(self.num_experts):
+            here = expert in self.local
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                target = self._target(name, expert - self.local.start) if here else None
+                specs |= self._tensor_specs(f"{prefix}{expert}.{name}", name == "down_proj", target)
+        return specs
+
+    def _target(self, name: str, index: int) -> torch.Tensor:
+        if name == "down_proj":
+            return self.down[index]
+        return self.gate_up[index].chunk(2)[name == "up_proj"]
+
+    def _part(self, is_down: bool, columns: slice) -> tuple[slice, ...]:
+        return (WHOLE, columns) if is_down else (columns, WHOLE)
+
+    def _shape(self, is_down: bool) -> tuple[int, int]:
+        return (self.width, self.expert_width) if is_down else (self.expert_width, self.width)
+
+    def _tensor_specs(self, name: str, is_down: bool, target: torch.Tensor | None) -> dict[str, TensorSpec]:
+        if target is None:
+            return {f"{name}.weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, None, _nothing)}
+        part = self._part(is_down, self.columns)
+        return {f"{name}.weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, part, copy_into(target))}
+
+
+class Int4Experts(FloatExperts):
+    """Pack-quantized experts (group 32, symmetric), expanded to the engine's dtype while they are read."""
+
+    group_size = GROUP_SIZE
+
+    def _tensor_specs(self, name: str, is_down: bool, target: torch.Tensor | None) -> dict[str, TensorSpec]:
+        out, width = self._shape(is_down)
+        if width % GROUP_SIZE:
+            raise ValueError(f"{name}: {width} input columns are not whole groups of {GROUP_SIZE}.")
+        packed_part = scale_part = shape_part = None
+        unpacker = _Unpacker(name, (out, width), target)
+        if target is not None:
+            packed_part = self._part(is_down, _divided(self.columns, 8) if is_down else self.columns)
+            scale_part = self._part(is_down, _divided(self.columns, GROUP_SIZE) if is_down else self.columns)
+            shape_part = (WHOLE,)
+        return {
+            f"{name}.weight_packed": TensorSpec((out, width // 8), ("I32",), packed_part, unpacker.packed),
+            f"{name}.weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scale_part, unpacker.scale),
+            f"{name}.weight_shape": TensorSpec((2,), ("I32", "I64"), shape_part, unpacker.shape),
+        }
+
+
+class _Unpacker:
+    """Collects the two halves of one weight, in whatever order they are read, and expands it into its target."""
+
+    def __init__(self, name: str, shape: tuple[int, int], target: torch.Tensor | None):
+        self._name, self._shape, self._target = name, shape, target
+        self._packed: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
+
+    def packed(self, value: torch.Tensor) -> None:
+        self._packed = value
+        self._expand()
+
+    def scale(self, value: torch.Tensor) -> None:
+        self._scale = value
+        self._expand()
+
+    def shape(self, value: torch.Tensor) -> None:
+        if tuple(value.tolist()) != self._shape:
+            raise ValueError(f"{self._name}.weight_shape says {value.tolist()}, the config says {list(self._shape)}.")
+
+    def _expand(self) -> None:
+        if self._packed is not None and self._scale is not None:
+            self._target.copy_(reference.unpack_int4(self._packed, self._scale, GROUP_SIZE))
+            self._packed = self._scale = None
+
+
+def _divided(columns: slice, by: int) -> slice:
+    return slice(columns.start // by, columns.stop // by)
+
+
+def _nothing(value: torch.Tensor) -> None:
+    raise AssertionError("a tensor of another rank was read")
+
+
+EXPERT_STORAGE: dict[str, Callable[..., FloatExperts]] = {"float": FloatExperts, "int4": Int4Experts}
+
+
+def detect_storage(names: list[str]) -> str:
+    """How a checkpoint holds its routed experts, told by its tensors and not by its config.
+
+    Raises ValueError naming a storage that is not supported.
+    """
+    experts = [name for name in names if ".mlp.experts." in name]
+    if any(name.endswith(".weight_packed") for name in experts):
+        return "int4"
+    if any(name.endswith(".weight_scale_inv") for name in names):
+        raise ValueError(
+            "the weights are FP8 in 128x128 blocks (weight_scale_inv), which is not supported; "
+            "use a BF16 or an INT4 pack-quantized checkpoint."
+        )
+    return "float"

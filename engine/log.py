@@ -1,0 +1,17 @@
+"""One logger for the project; every line carries the rank once it is known."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("turnout")
+
+
+def setup(level: str = "info", rank: int = 0) -> None:
+    """Sends the project's log lines to stderr; called by entry points only, never by the library."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(message)s", "%H:%M:%S"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

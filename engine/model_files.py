@@ -1,0 +1,67 @@
+"""The small files of a checkpoint directory: configuration, generation defaults, tokenizer, chat template."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+from engine.config import ConfigError, EngineConfig
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What config.json and generation_config.json say; everything that is known before any weight is read."""
+
+    directory: Path
+    entry: models.ModelEntry
+    model_config: Any
+    generation_config: dict[str, Any]
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> ModelFiles:
+        """Raises ConfigError in one sentence for a path that is no checkpoint of a known model."""
+        directory = Path(config.model)
+        if not directory.exists():
+            raise ConfigError(
+                f"model {config.model!r} does not exist; give the path of a Hugging Face checkpoint directory."
+            )
+        if not (directory / "config.json").is_file():
+            raise ConfigError(
+                f"{directory} holds no config.json; give the path of a Hugging Face checkpoint directory."
+            )
+        raw = _override(read_json(directory / "config.json"), config.hf_overrides)
+        try:
+            entry = models.find(raw)
+            model_config = entry.parse_config(raw)
+        except ValueError as error:
+            raise ConfigError(f"{directory}: {error}") from error
+        generation = directory / "generation_config.json"
+        return cls(directory, entry, model_config, read_json(generation) if generation.is_file() else {})
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a sequence: both files may name some, and each counts."""
+        value = self.generation_config.get("eos_token_id")
+        listed = value if isinstance(value, list) else [value]
+        return frozenset(i for i in (*listed, *self.model_config.eos_token_ids) if isinstance(i, int))
+
+
+def _override(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """config.json with some keys replaced; they reach the text model's part where there is one."""
+    raw = raw | overrides
+    if isinstance(raw.get("text_config"), dict):
+        raw["text_config"] = raw["text_config"] | overrides
+    return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}).") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object.")
+    return data

@@ -1,0 +1,187 @@
+"""Runs the model on one rank: picks the concrete backends, owns weights and cache, executes what was scheduled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.attention import backend as attention_backends
+from engine.comm import dispatcher as dispatchers
+from engine.comm.collectives import agree_on_minimum
+from engine.comm.parallel_state import ParallelState
+from engine.config import ConfigError, EngineConfig
+from engine.input_batch import InputBatch
+from engine.log import logger
+from engine.model_files import ModelFiles
+from engine.request import Request, SamplingParams
+from engine.sampling import SampledLogprobs, Sampler, gather_logprobs
+from engine.scheduler import ScheduledRequest, SchedulerOutput
+from engine.weights import CheckpointError
+
+BLOCK_SIZE = 64
+CPU_CACHE_BYTES = 512 * 2**20
+GPU_MEMORY_SHARE = 0.90
+LOGIT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Logprobs of the prompt tokens at positions first_position, first_position + 1, ..."""
+
+    first_position: int
+    values: SampledLogprobs
+
+
+@dataclass
+class ModelRunnerOutput:
+    """token_ids: one a request that sampled, in scheduled order. Logprobs are there where a request asked for them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, SampledLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+
+
+class ModelRunner:
+    def __init__(self, config: EngineConfig, files: ModelFiles, parallel: ParallelState):
+        self.config, self.parallel = config, parallel
+        self.model_config = files.model_config
+        dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
+        backend_name = attention_backends.choose(config.attention_backend)
+        try:
+            self.dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, self.model_config.n_routed_experts)
+            self.model = files.entry.load_model(
+                str(files.directory),
+                self.model_config,
+                parallel,
+                getattr(torch, config.dtype),
+                backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
+                shards_tokens=self.dispatcher.shards_tokens,
+            )
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.input_batch = InputBatch(BLOCK_SIZE, parallel.device)
+        self.sampler = Sampler(self.model_config.vocab_size, parallel.device)
+        self.max_model_len, self.num_blocks = self._plan_cache()
+        self.caches = self._allocate(self.num_blocks)
+        logger.info(
+            "%s experts over %s, attention %s, %d KV blocks of %d tokens, longest request %d tokens",
+            f"ep={config.ep}",
+            dispatcher_name,
+            backend_name,
+            self.num_blocks - 1,
+            BLOCK_SIZE,
+            self.max_model_len,
+        )
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        batch = self.input_batch.build(output, self.dispatcher)
+        hidden_TD = self.model(batch, self.caches)
+        result = ModelRunnerOutput()
+        ends = torch.tensor(batch.query_lens).cumsum(0).tolist()
+        self._prompt_logprobs(hidden_TD, output.scheduled, ends, result)
+        sampling = [(end - 1, item.request) for end, item in zip(ends, output.scheduled, strict=True) if item.samples]
+        if sampling:
+            rows, requests = zip(*sampling, strict=True)
+            logits_SV = self.model.logits(hidden_TD[list(rows)])
+            token_ids_S = self.sampler(logits_SV, list(requests))
+            result.token_ids = token_ids_S.tolist()
+            self._logprobs(logits_SV, token_ids_S, list(requests), result)
+        return result
+
+    def _logprobs(
+        self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, requests: list[Request], result: ModelRunnerOutput
+    ) -> None:
+        for row, request in enumerate(requests):
+            if request.params.logprobs is not None:
+                one = slice(row, row + 1)
+                result.logprobs[request.request_id] = gather_logprobs(
+                    logits_SV[one], token_ids_S[one], request.params.logprobs
+                )
+
+    def _prompt_logprobs(
+        self, hidden_TD: torch.Tensor, items: list[ScheduledRequest], ends: list[int], result: ModelRunnerOutput
+    ) -> None:
+        """Row p predicts prompt token p + 1; rows are taken a few at a time, since logits are wide."""
+        for end, item in zip(ends, items, strict=True):
+            request = item.request
+            stop = min(item.stop, len(request.prompt_token_ids) - 1)
+            if request.params.prompt_logprobs is None or stop <= item.start:
+                continue
+            first_row = end - item.num_tokens
+            parts = SampledLogprobs([], [], [], [])
+            for start in range(item.start, stop, LOGIT_ROWS):
+                rows = range(start, min(start + LOGIT_ROWS, stop))
+                logits_SV = self.model.logits(hidden_TD[first_row + rows.start - item.start :][: len(rows)])
+                targets = torch.tensor(request.token_ids(rows.start + 1, rows.stop + 1), device=self.parallel.device)
+                parts.extend(gather_logprobs(logits_SV, targets, request.params.prompt_logprobs))
+            result.prompt_logprobs[request.request_id] = PromptLogprobs(item.start + 1, parts)
+
+    def _plan_cache(self) -> tuple[int, int]:
+        """(longest request in tokens, number of blocks) that fit the memory."""
+        wanted = self.config.max_model_len or self.model_config.max_position_embeddings
+        if wanted > self.model_config.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len={wanted} is more than the {self.model_config.max_position_embeddings} positions of "
+                "the model; lower it."
+            )
+        budget = self._cache_bytes()
+        fitting = agree_on_minimum(budget // self._block_bytes, self.parallel)
+        most_useful = self.config.max_num_seqs * -(-wanted // BLOCK_SIZE) + 1
+        num_blocks = min(fitting, most_useful)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"the KV cache may use {budget} bytes, but one block of {BLOCK_SIZE} tokens takes {self._block_bytes} "
+                "and 2 are needed; raise kv_cache_memory_gb."
+            )
+        longest = min(wanted, (num_blocks - 1) * BLOCK_SIZE)
+        if longest < wanted and self.config.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len={wanted} needs {-(-wanted // BLOCK_SIZE)} KV blocks, but only {num_blocks - 1} of "
+                f"{self._block_bytes} bytes fit; lower max_model_len to {longest} or raise kv_cache_memory_gb."
+            )
+        return longest, num_blocks
+
+    @property
+    def _block_bytes(self) -> int:
+        numbers = self.model_config.num_hidden_layers * BLOCK_SIZE * self.model.cache_width
+        return numbers * getattr(torch, self.config.dtype).itemsize
+
+    def _allocate(self, num_blocks: int) -> torch.Tensor:
+        """[layers, blocks, block_size, latent + rope width]; zeros, since padding may read what nothing wrote."""
+        return torch.zeros(
+            self.model_config.num_hidden_layers,
+            num_blocks,
+            BLOCK_SIZE,
+            self.model.cache_width,
+            dtype=getattr(torch, self.config.dtype),
+            device=self.parallel.device,
+        )
+
+    def _cache_bytes(self) -> int:
+        if self.config.kv_cache_memory_gb is not None:
+            return int(self.config.kv_cache_memory_gb * 2**30)
+        if self.parallel.device.type == "cpu":
+            return CPU_CACHE_BYTES
+        return self._free_gpu_bytes()
+
+    def _free_gpu_bytes(self) -> int:
+        """What weights and the largest step leave of this GPU's share, measured by running that step once."""
+        device = self.parallel.device
+        torch.cuda.reset_peak_memory_stats(device)
+        self._run_largest_step()
+        free, total = torch.cuda.mem_get_info(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        return int(free + idle - (1 - GPU_MEMORY_SHARE) * total)
+
+    def _run_largest_step(self) -> None:
+        num_tokens = min(self.config.max_num_batched_tokens, self.model_config.max_position_embeddings)
+        blocks = list(range(1, -(-num_tokens // BLOCK_SIZE) + 1))
+        request = Request("largest-step", [0] * num_tokens, SamplingParams(), 0, 1, block_ids=blocks)
+        self.caches = self._allocate(len(blocks) + 1)
+        self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)]))
+        del self.caches
+        torch.cuda.empty_cache()

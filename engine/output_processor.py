@@ -1,0 +1,158 @@
+"""Turns sampled tokens into what callers see: text, stop strings, log-probabilities, times. Lives on rank 0."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from engine.model_runner import ModelRunnerOutput, PromptLogprobs
+from engine.request import CompletionDelta, Logprob, Request, RequestMetrics
+from engine.sampling import SampledLogprobs
+from engine.scheduler import SchedulerOutput
+from engine.stop_strings import StopStrings
+from engine.tokenizer import IncrementalDecoder, Tokenizer
+
+
+@dataclass
+class _Sequence:
+    """One of the n answers of a caller's request while it runs."""
+
+    parent_id: str
+    index: int
+    request: Request
+    decoder: IncrementalDecoder
+    stops: StopStrings
+    arrival: float
+    first_token: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs_sent: bool = False
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+class OutputProcessor:
+    """Knows every running sequence. `process` also reports which of them met a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self._sequences: dict[str, _Sequence] = {}
+        self._stopped: list[tuple[str, str]] = []
+
+    def add(self, parent_id: str, index: int, request: Request, arrival: float) -> None:
+        params = request.params
+        self._sequences[request.request_id] = _Sequence(
+            parent_id,
+            index,
+            request,
+            IncrementalDecoder(self.tokenizer, params.skip_special_tokens),
+            StopStrings(params.stop, params.include_stop_str_in_output),
+            arrival,
+            prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
+        )
+
+    def sequence_ids(self, parent_id: str) -> list[str]:
+        return [key for key, s in self._sequences.items() if s.parent_id == parent_id]
+
+    def request_ids(self) -> list[str]:
+        """The callers' requests that still run."""
+        return list(dict.fromkeys(s.parent_id for s in self._sequences.values()))
+
+    def process(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[CompletionDelta]:
+        """Called after the scheduler took the tokens; one delta for each sequence that got one."""
+        now = time.monotonic()
+        deltas = []
+        token_ids = iter(result.token_ids)
+        for item in output.scheduled:
+            sequence = self._sequences[item.request.request_id]
+            self._take_prompt_logprobs(sequence, result.prompt_logprobs.get(item.request.request_id))
+            if item.samples:
+                logprobs = result.logprobs.get(item.request.request_id)
+                deltas.append(self._delta(sequence, next(token_ids), logprobs, now))
+        return deltas
+
+    def take_stopped(self) -> list[tuple[str, str]]:
+        """(sequence id, stop string) of those that a stop string ended while the scheduler still runs them."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def abort(self, request_id: str) -> CompletionDelta | None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return None
+        return CompletionDelta(
+            sequence.parent_id, sequence.index, "", [], finish_reason="abort", metrics=sequence.metrics
+        )
+
+    def _delta(
+        self, sequence: _Sequence, token_id: int, logprobs: SampledLogprobs | None, now: float
+    ) -> CompletionDelta:
+        request = sequence.request
+        text = self._text(sequence, token_id)
+        reason, stop_reason = request.finish_reason, request.stop_reason
+        if sequence.stops.matched is not None:
+            reason, stop_reason = "stop", sequence.stops.matched
+        self._clock(sequence, now)
+        if reason is not None:
+            del self._sequences[request.request_id]
+            if not request.finished:
+                self._stopped.append((request.request_id, stop_reason))
+        return CompletionDelta(
+            sequence.parent_id,
+            sequence.index,
+            text,
+            [token_id],
+            self._token_logprobs([token_id], logprobs) if logprobs else None,
+            self._send_prompt_logprobs(sequence),
+            reason,
+            stop_reason,
+            sequence.metrics if reason else None,
+        )
+
+    def _text(self, sequence: _Sequence, token_id: int) -> str:
+        """The token that ends a sequence is not part of its text unless the caller asked for it."""
+        request, params = sequence.request, sequence.request.params
+        ended_by_token = request.finish_reason == "stop"
+        text = ""
+        if not ended_by_token or params.include_stop_str_in_output:
+            text = sequence.decoder.push([token_id])
+        if request.finished:
+            text += sequence.decoder.finish()
+        if len(request.output_token_ids) >= params.min_tokens:
+            text = sequence.stops.push(text)
+        if request.finished and sequence.stops.matched is None:
+            text += sequence.stops.flush()
+        return text
+
+    def _clock(self, sequence: _Sequence, now: float) -> None:
+        if sequence.first_token is None:
+            sequence.first_token = now
+            sequence.metrics.ttft = now - sequence.arrival
+        sequence.metrics.decode_time = now - sequence.first_token
+
+    def _token_logprobs(self, token_ids: list[int], values: SampledLogprobs) -> list[dict[int, Logprob]]:
+        rows = zip(token_ids, values.chosen, values.ranks, values.top_ids, values.top_logprobs, strict=True)
+        return [self._logprob_row(*row) for row in rows]
+
+    def _logprob_row(
+        self, token_id: int, chosen: float, rank: int, top_ids: list[int], top_logprobs: list[float]
+    ) -> dict[int, Logprob]:
+        row = {token_id: Logprob(chosen, rank, self._decode(token_id))}
+        for place, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+            row.setdefault(top_id, Logprob(value, place, self._decode(top_id)))
+        return row
+
+    def _decode(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _take_prompt_logprobs(self, sequence: _Sequence, new: PromptLogprobs | None) -> None:
+        """Appends what this chunk adds; a sequence computed again after preemption repeats what is already there."""
+        have = sequence.prompt_logprobs
+        if new is None or have is None:
+            return
+        token_ids = sequence.request.prompt_token_ids[new.first_position :][: len(new.values.chosen)]
+        have.extend(self._token_logprobs(token_ids, new.values)[len(have) - new.first_position :])
+
+    def _send_prompt_logprobs(self, sequence: _Sequence) -> list[dict[int, Logprob] | None] | None:
+        if sequence.prompt_logprobs_sent or sequence.prompt_logprobs is None:
+            return None
+        sequence.prompt_logprobs_sent = True
+        return sequence.prompt_logprobs

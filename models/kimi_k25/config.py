@@ -1,0 +1,142 @@
+"""The text model's hyper-parameters under the checkpoint's names, read strictly from config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.layers.rotary import RopeParameters
+
+_COUNTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class KimiConfig:
+    """`low_rank_norm_eps` is the epsilon of q_a_layernorm and kv_a_layernorm: 1e-6 as in the checkpoint's own code,
+    whatever rms_norm_eps says."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    first_k_dense_replace: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rms_norm_eps: float
+    low_rank_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeParameters
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> KimiConfig:
+        """Reads config.json, nested under text_config or not. Raises ValueError naming the key at fault."""
+        text = config.get("text_config", config)
+        if not isinstance(text, dict):
+            raise ValueError("text_config must be an object.")
+        _refuse_unknown_math(text)
+        values = {name: _count(text, name) for name in _COUNTS}
+        return cls(
+            **values,
+            q_lora_rank=None if text.get("q_lora_rank") is None else _count(text, "q_lora_rank"),
+            n_shared_experts=_number(text, "n_shared_experts", 0, kind=int) if text.get("n_shared_experts") else 0,
+            first_k_dense_replace=_number(text, "first_k_dense_replace", 0, kind=int),
+            norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+            routed_scaling_factor=_number(text, "routed_scaling_factor", 1.0),
+            rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
+            low_rank_norm_eps=_number(text, "low_rank_norm_eps", 1e-6),
+            rope=_rope(text),
+            eos_token_ids=_eos_ids(text, config),
+        )
+
+    def is_dense(self, layer: int) -> bool:
+        return layer < self.first_k_dense_replace
+
+
+def _count(text: dict[str, Any], name: str) -> int:
+    value = text.get(name)
+    if value is None:
+        raise ValueError(f"config.json lacks {name}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {name} must be a whole number of at least 1, not {value!r}.")
+    return value
+
+
+def _number(source: dict[str, Any], name: str, default: float, kind: type = float) -> Any:
+    value = source.get(name)
+    if value is None:
+        return kind(default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or kind(value) != value or value < 0:
+        raise ValueError(f"config.json: {name} must be a number of at least 0, not {value!r}.")
+    return kind(value)
+
+
+def _refuse_unknown_math(text: dict[str, Any]) -> None:
+    """Settings under which this model would compute something else."""
+    wanted = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "hidden_act": ("silu",),
+        "n_group": (1,),
+        "topk_group": (1,),
+        "moe_layer_freq": (1,),
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+        "tie_word_embeddings": (False,),
+    }
+    for name, allowed in wanted.items():
+        value = text.get(name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"config.json: {name}={value!r} is not supported; this model computes {allowed[0]!r}.")
+
+
+def _rope(text: dict[str, Any]) -> RopeParameters:
+    """Accepts rope_scaling + rope_theta, or rope_parameters; `type` or `rope_type`."""
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError("config.json: rope_scaling must be an object.")
+    theta = _number(scaling if scaling.get("rope_theta") else text, "rope_theta", 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return RopeParameters(theta)
+    if kind != "yarn":
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; use yarn or default.")
+    return RopeParameters(
+        theta=theta,
+        factor=_number(scaling, "factor", 1.0),
+        original_max_position_embeddings=_number(scaling, "original_max_position_embeddings", 4096, kind=int),
+        beta_fast=_number(scaling, "beta_fast", 32.0),
+        beta_slow=_number(scaling, "beta_slow", 1.0),
+        mscale=_number(scaling, "mscale", 1.0),
+        mscale_all_dim=_number(scaling, "mscale_all_dim", 0.0),
+    )
+
+
+def _eos_ids(text: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    value = text.get("eos_token_id", config.get("eos_token_id"))
+    ids = value if isinstance(value, list) else [value]
+    return tuple(i for i in ids if isinstance(i, int))

@@ -1,0 +1,152 @@
+"""Kimi-K2.5's text model: the layers in the paper's order, and the checkpoint's names for them.
+
+Shape letters: T tokens, t rows this rank holds between attention and attention, D model width, S sampled rows,
+V vocabulary, C latent width, R rope width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.attention.backend import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.comm.dispatcher import Norm
+from engine.comm.parallel_state import ParallelState
+from engine.layers.embedding import Embedding, LMHead
+from engine.layers.mla import MLA
+from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router, SwiGLU
+from engine.layers.norm import RMSNorm
+from engine.layers.quant import EXPERT_STORAGE
+from engine.layers.rotary import RotaryEmbedding, softmax_scale
+from engine.weights import TensorSpec
+from models.kimi_k25.config import KimiConfig
+
+VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, self_attn: MLA, feed_forward: nn.Module, input_norm: RMSNorm, post_attention_norm: RMSNorm):
+        super().__init__()
+        self.self_attn = self_attn
+        self.feed_forward = feed_forward
+        self.input_layernorm = input_norm
+        self.post_attention_layernorm = post_attention_norm
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_tD: torch.Tensor,
+        cis: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        next_norm: Norm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        partial_TD = self.self_attn(x_TD, cis, cache, batch, backend)
+        x_tD, residual_tD = batch.dispatcher.reduce(partial_TD, residual_tD, self.post_attention_layernorm)
+        return self.feed_forward(x_tD, residual_tD, batch.dispatcher, next_norm)
+
+    def specs(self, prefix: str) -> dict[str, TensorSpec]:
+        return (
+            self.input_layernorm.specs(f"{prefix}input_layernorm")
+            | self.post_attention_layernorm.specs(f"{prefix}post_attention_layernorm")
+            | self.self_attn.specs(f"{prefix}self_attn.")
+            | self.feed_forward.specs(f"{prefix}mlp.")
+        )
+
+
+class KimiModel(nn.Module):
+    """One rank's share of the model. `expert_storage` is a key of EXPERT_STORAGE; `shards_tokens` tells whether the
+    dispatchers in use hand each rank only a share of the rows, so that it needs the shared expert whole."""
+
+    def __init__(
+        self,
+        config: KimiConfig,
+        parallel: ParallelState,
+        dtype: torch.dtype,
+        *,
+        backend: AttentionBackend,
+        expert_storage: str,
+        shards_tokens: bool,
+    ):
+        super().__init__()
+        self.config, self.parallel, self.dtype, self.backend = config, parallel, dtype, backend
+        self.expert_storage, self.shards_tokens = expert_storage, shards_tokens
+        self.rotary = RotaryEmbedding(config.qk_rope_head_dim, config.rope, parallel.device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, parallel, dtype)
+        self.layers = nn.ModuleList(self._layer(i) for i in range(config.num_hidden_layers))
+        self.norm = self._norm()
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel, dtype)
+
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.dtype, self.parallel.device)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        feed_forward = self._dense() if self.config.is_dense(index) else self._moe()
+        return DecoderLayer(self._attention(), feed_forward, self._norm(), self._norm())
+
+    def _attention(self) -> MLA:
+        config = self.config
+        return MLA(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            norm_eps=config.low_rank_norm_eps,
+            scale=softmax_scale(config.qk_nope_head_dim + config.qk_rope_head_dim, config.rope),
+            parallel=self.parallel,
+            dtype=self.dtype,
+        )
+
+    def _dense(self) -> DenseFeedForward:
+        return DenseFeedForward(
+            SwiGLU(self.config.hidden_size, self.config.intermediate_size, self.parallel, self.dtype)
+        )
+
+    def _moe(self) -> MoEFeedForward:
+        config, parallel = self.config, self.parallel
+        router = Router(
+            config.hidden_size,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+            parallel.device,
+        )
+        experts = EXPERT_STORAGE[self.expert_storage](
+            config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, parallel, self.dtype
+        )
+        shared = None
+        if config.n_shared_experts:
+            inner = config.moe_intermediate_size * config.n_shared_experts
+            shared = SwiGLU(config.hidden_size, inner, parallel, self.dtype, sliced=not self.shards_tokens)
+        return MoEFeedForward(router, experts, shared)
+
+    def forward(self, batch: ForwardBatch, caches: torch.Tensor) -> torch.Tensor:
+        """caches: [layers, blocks, block_size, C + R]. Returns the final norm's output for all tokens, [T, D]."""
+        cis = self.rotary(batch.positions_T)
+        norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
+        x_TD, residual_tD = batch.dispatcher.enter(self.embed_tokens(batch.token_ids_T), norms[0])
+        for layer, cache, next_norm in zip(self.layers, caches, norms[1:], strict=True):
+            x_TD, residual_tD = layer(x_TD, residual_tD, cis, cache, batch, self.backend, next_norm)
+        return x_TD
+
+    def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """Float32 [S, V], whole on every rank."""
+        return self.lm_head(x_SD)
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers a token a layer: the latent and the roped key shared by all heads."""
+        return self.config.kv_lora_rank + self.config.qk_rope_head_dim
+
+    def specs(self, prefix: str = "") -> dict[str, TensorSpec]:
+        """Every tensor of the text model under the checkpoint's names; `prefix` is "" or "language_model."."""
+        specs = self.embed_tokens.specs(f"{prefix}model.embed_tokens") | self.norm.specs(f"{prefix}model.norm")
+        for index, layer in enumerate(self.layers):
+            specs |= layer.specs(f"{prefix}model.layers.{index}.")
+        return specs | self.lm_head.specs(f"{prefix}lm_head")
