@@ -18,13 +18,9 @@ from engine.kv_cache import KVCacheManager
 from engine.model_files import ModelFiles
 from engine.model_runner import BLOCK_SIZE, ModelRunner, ModelRunnerOutput
 from engine.output_processor import OutputProcessor
-from engine.request import CompletionDelta, InvalidRequestError, Request, SamplingParams
+from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.tokenizer import Tokenizer
-
-
-class EngineDeadError(RuntimeError):
-    """The engine cannot go on; the message is the first reason."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +189,11 @@ class EngineCore:
     def _tell_ranks(self, message: dict[str, Any]) -> None:
         if self._control is not None:
             self._control.broadcast(message)
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Calls back, from another thread, when a rank fails, also while no step runs."""
+        if self._control is not None:
+            self._control.on_failure = callback
 
     @property
     def failure(self) -> str | None:

@@ -22,10 +22,11 @@ from engine.comm.control import ControlClient, ControlServer
 from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
-from engine.core import EngineCore, EngineDeadError, Replica
+from engine.core import EngineCore, Replica
 from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
+from engine.request import EngineDeadError
 
 _CONFIG_KEY = "turnout/config"
 _START_TIMEOUT = timedelta(minutes=10)

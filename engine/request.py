@@ -20,6 +20,10 @@ class InvalidRequestError(ValueError):
         self.code = code
 
 
+class EngineDeadError(RuntimeError):
+    """The engine cannot go on; the message is the first reason."""
+
+
 def _check(ok: bool, param: str, message: str) -> None:
     if not ok:
         raise InvalidRequestError(f"{param} {message}", param=param)

@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class ControlServer:
         self._closing = False
         self._failed = threading.Event()
         self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._accept(world_size)
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
@@ -89,6 +91,7 @@ class ControlServer:
                     self.failure = f"rank {key.data} {frame['failed'] if frame else 'ended without a word'}"
                     logger.error("%s", self.failure)
                     self._failed.set()
+                    self.on_failure()
                 return
 
     def wait_for_failure(self, seconds: float) -> str | None:

@@ -1,0 +1,165 @@
+"""`torchrun serve.py --tp 8 --ep 8`, or plain `python serve.py`: the OpenAI-style server.
+
+Turns arguments into a configuration, starts or joins the ranks, then is the server (rank 0) or a worker (the others).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import fields
+
+from engine import log
+from engine.config import DEVICES, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
+from engine.request import EngineDeadError
+from engine.weights import CheckpointError
+
+DRAIN_SECONDS = 25  # torchrun kills a rank 30 s after SIGTERM
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="serve.py", description=__doc__.splitlines()[0])
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", help="checkpoint directory (default: the bundled tiny one)")
+    engine.add_argument("--tp", type=int, default=1, help="ranks; attention is split over all of them")
+    engine.add_argument("--ep", type=int, default=1, help="expert groups; divides --tp (default 1: experts sliced)")
+    engine.add_argument("--draft", help="EAGLE-3 draft directory, or auto")
+    engine.add_argument("--num-draft-tokens", type=int, default=3)
+    engine.add_argument("--device", choices=DEVICES, default="auto")
+    engine.add_argument("--dtype", choices=DTYPES, default="auto")
+    engine.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")
+    engine.add_argument("--max-num-seqs", type=int, default=64, help="requests in one step")
+    engine.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens in one step")
+    engine.add_argument("--kv-cache-memory-gb", type=float, help="memory for the KV cache, in GiB a rank")
+    engine.add_argument("--moe-comm", default="auto", help="how experts exchange tokens")
+    engine.add_argument("--attention-backend", default="auto")
+    engine.add_argument("--enforce-eager", action="store_true", help="run without CUDA graphs")
+    engine.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    engine.add_argument("--seed", type=int, default=0)
+    engine.add_argument("--num-threads", type=int, help="CPU threads a rank")
+    engine.add_argument("--hf-overrides", type=_json_object, default={}, metavar="JSON", help="config.json keys")
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1")
+    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--api-key", action="append", default=[], help="may be given several times")
+    server.add_argument("--served-model-name", nargs="+", help="names that requests may use, the first is shown")
+    server.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    return parser.parse_args(argv)
+
+
+def _json_object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    log.setup(arguments.log_level, rank)
+    try:
+        names = {field.name for field in fields(EngineConfig)}
+        config = EngineConfig(**{k: v for k, v in vars(arguments).items() if k in names})
+        if rank == 0:
+            return _serve(config, arguments)
+        return _work(config)
+    except (ConfigError, CheckpointError) as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 2
+    except EngineDeadError as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
+    listener = _bind(arguments.host, arguments.port)
+    _check_keys(arguments)
+    from engine.launch import start_engine
+    from engine.server.app import create_app
+    from engine.server.client import EngineClient
+
+    core, ranks = start_engine(config)
+    server = _Server(ranks.kill)
+    client = EngineClient(core, on_error=server.stop_after_failure)
+    names = arguments.served_model_name or [core.model_name]
+    server.use(create_app(client, served_model_names=names, api_keys=arguments.api_key), arguments.log_level)
+    log.logger.info("serving %s on http://%s:%d", names[0], arguments.host, listener.getsockname()[1])
+    server.run(listener)
+    return 1 if client.error else 0
+
+
+def _work(config: EngineConfig) -> int:
+    """A rank that torchrun started: a first signal leaves the end to rank 0, a second ends it at once."""
+    from engine.launch import start_engine
+    from engine.worker import follow
+
+    received = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return follow(*start_engine(config))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Takes the address before any weight is read; connections are refused until the server is up."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host} port {port} ({error}); choose another with --port.") from None
+    return listener
+
+
+def _check_keys(arguments: argparse.Namespace) -> None:
+    if any(not key.strip() for key in arguments.api_key):
+        raise ConfigError("--api-key is empty; give a key or leave the option out.")
+    if not arguments.api_key and arguments.host not in ("127.0.0.1", "::1", "localhost"):
+        log.logger.warning("listening on %s without --api-key: anyone who can reach it can use it", arguments.host)
+
+
+class _Server:
+    """uvicorn with our signals: the first lets running answers finish, the second ends everything at once."""
+
+    def __init__(self, kill_ranks):
+        self._kill_ranks = kill_ranks
+        self._server = None
+
+    def use(self, app, log_level: str) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
+        self._server = uvicorn.Server(config)
+        self._server.handle_exit = self._handle_signal
+
+    def run(self, listener: socket.socket) -> None:
+        self._server.run(sockets=[listener])
+
+    def stop_after_failure(self, error: BaseException) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def _handle_signal(self, number: int, frame: object) -> None:
+        if self._server.should_exit:
+            self._kill_ranks()
+            os._exit(128 + number)
+        self._server.should_exit = True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
