@@ -20,6 +20,7 @@ import torch
 
 from models.kimi_k25.training.architecture import Architecture
 from models.kimi_k25.training.attention import KINDS
+from models.kimi_k25.training.dataset import TokenData
 from models.kimi_k25.training.evaluate import report
 from models.kimi_k25.training.export import export
 from models.kimi_k25.training.prepare import load_renderer
@@ -77,14 +78,13 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 def smoke(arguments: argparse.Namespace, log: Log) -> dict:
     """Steps of every attention, compiled; the first step holds the compilation."""
-    results = {}
+    results: dict[str, dict] = {}
+    data = TokenData.load(arguments.data / "train.tokens.xz")
     for kind in KINDS if arguments.attention == "auto" else (arguments.attention,):
         torch._dynamo.reset()
         start = time.monotonic()
         try:
-            trainer = Trainer(
-                Architecture(), settings_from(arguments), arguments.data, torch.device(arguments.device), kind, log
-            )
+            trainer = Trainer(Architecture(), settings_from(arguments), data, torch.device(arguments.device), kind, log)
             trainer.step(0.0)
             first = time.monotonic() - start
             results[kind] = trainer.time_steps(20) | {"first_step_s": round(first, 1)}
@@ -97,12 +97,14 @@ def smoke(arguments: argparse.Namespace, log: Log) -> dict:
 def build_trainer(arguments: argparse.Namespace, log: Log) -> Trainer:
     """The first kind of attention that survives one step, where none was asked for by name."""
     device = torch.device(arguments.device)
+    data = TokenData.load(arguments.data / "train.tokens.xz")
+    log(f"{len(data.tokens):,} training tokens in {len(data.source):,} documents")
     kinds = KINDS if device.type == "cuda" else ("sdpa",)
     if arguments.attention != "auto":
         kinds = (arguments.attention,)
     for kind in kinds:
         try:
-            trainer = Trainer(Architecture(), settings_from(arguments), arguments.data, device, kind, log)
+            trainer = Trainer(Architecture(), settings_from(arguments), data, device, kind, log)
             loss = trainer.step(0.0)
             if not math.isfinite(loss):
                 raise ArithmeticError(f"the first loss is {loss}")
@@ -132,7 +134,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     quick = device.type == "cpu"
     renderer = load_renderer(arguments.checkpoint)
-    measured = report(trainer.model, arguments.data, renderer, device, arguments.row_length, quick)
+    measured = report(trainer.evaluation_model(), arguments.data, renderer, device, arguments.row_length, quick)
     measured["training"] = trainer.facts() | {"wall_seconds": round(time.monotonic() - start, 1)}
     (arguments.out / "report.json").write_text(
         json.dumps(measured, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

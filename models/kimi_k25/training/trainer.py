@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ class Trainer:
         self,
         architecture: Architecture,
         settings: Settings,
-        data: Path,
+        data: TokenData,
         device: torch.device,
         attention: str,
         log: Callable[[str], None],
@@ -53,7 +52,7 @@ class Trainer:
         self.model.to(device)
         self.attention = attention
         self.masks = MaskBuilder(attention, device)
-        self.data = TokenData.load(data / "train.tokens.xz")
+        self.data = data
         self.optimizer = self._optimizer()
         self._loss = token_losses
         if settings.compile:
@@ -131,6 +130,7 @@ class Trainer:
             now = time.monotonic()
             progress = (now - begun) / max(1e-9, start + self.settings.seconds - begun)
             if progress >= 1.0:
+                self._stream.close()
                 return
             read = self.steps % SYNC_EVERY == 0 or self.device.type == "cpu"
             loss = self.step(progress, read)
@@ -169,6 +169,12 @@ class Trainer:
             "last_loss": round(last, 3),
             "memory_gib": round(memory, 1),
         }
+
+    def evaluation_model(self) -> TinyKimi:
+        """The same weights in a model that is not compiled and takes the plain attention mask."""
+        model = TinyKimi(self.model.a, attention_function("sdpa")).to(self.device)
+        model.load_state_dict(self.model.state_dict())
+        return model.eval()
 
     def facts(self) -> dict:
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
