@@ -91,6 +91,7 @@ def smoke(arguments: argparse.Namespace, log: Log) -> dict:
         except Exception as error:  # a probe: an attention that this machine lacks is a result
             results[kind] = {"error": f"{type(error).__name__}: {error}"[:600]}
         log(f"{kind}: {json.dumps(results[kind])}")
+        (arguments.out / "smoke.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
 
 
@@ -124,7 +125,7 @@ def main() -> None:
     log = Log(arguments.out / "train.log")
     torch.set_float32_matmul_precision("high")
     if arguments.smoke:
-        (arguments.out / "smoke.json").write_text(json.dumps(smoke(arguments, log), indent=1) + "\n")
+        smoke(arguments, log)
         return
     start = time.monotonic()
     trainer = build_trainer(arguments, log)

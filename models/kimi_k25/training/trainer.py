@@ -30,7 +30,7 @@ class Settings:
     compile: bool
     seed: int
     weight_decay: float = 0.1
-    balance_rate: float = 2e-3
+    balance_rate: float = 5e-3
     clip: float = 1.0
 
 
@@ -153,6 +153,8 @@ class Trainer:
 
     def time_steps(self, count: int) -> dict[str, float]:
         """Seconds a step and tokens a second after a warm-up, losses first and last."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         first = self.step(0.02)
         self.step(0.02)
         start = time.monotonic()
