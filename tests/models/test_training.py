@@ -340,7 +340,7 @@ def test_trainer_goes_through_its_stages_and_is_measured():
         trainer.step(progress)
     assert trainer.model.int4.item() == 1.0 and trainer.model.drop.item() == 0.0
     trainer.step(0.9)
-    ids, targets, _ = trainer._on_device(next(trainer._batches))
+    _, targets, _ = trainer._on_device(next(trainer._batches))
     assert set(targets[targets != -100].tolist()) == set(range(20, 30))
     after = held_out_losses(trainer.evaluation_model(), data, 128, True, torch.device("cpu"))
     assert after["all"] < before["all"] - 2 and set(after) == {"chat", "prose", "answers", "all"}

@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, help="rows in a step; 64 on a GPU, 4 on a CPU")
     parser.add_argument("--row-length", type=int, default=1024)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2.5e-3)
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--attention", default="auto", choices=("auto", *KINDS))
     parser.add_argument("--no-compile", action="store_true")

@@ -61,7 +61,8 @@ class Trainer:
                 layer.compile()
         self._special = architecture.special_id
         self._chat = False
-        self._stream = self._open_stream(np.arange(len(self.data.source)))
+        self._stream = self._open_stream(np.arange(len(self.data.source)), settings.seed)
+        self._chat_stream = self._open_stream(self.data.chat_documents(), settings.seed + 1)
         self._batches = iter(self._stream)
         self.steps, self.tokens, self.history = 0, 0, []
 
@@ -75,14 +76,14 @@ class Trainer:
         fused = self.device.type == "cuda"
         return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
-    def _open_stream(self, chosen: np.ndarray) -> BatchStream:
+    def _open_stream(self, chosen: np.ndarray, seed: int) -> BatchStream:
         s = self.settings
-        return BatchStream(self.data, chosen, s.row_length, s.rows, self._special("[PAD]"), s.seed + self._chat)
+        return BatchStream(self.data, chosen, s.row_length, s.rows, self._special("[PAD]"), seed)
 
     def _start_chat_stage(self) -> None:
         self._chat = True
         self._stream.close()
-        self._stream = self._open_stream(self.data.chat_documents())
+        self._stream = self._chat_stream
         self._batches = iter(self._stream)
 
     def _on_device(self, batch: Rows) -> tuple[Tensor, Tensor, object]:
