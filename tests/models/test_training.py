@@ -18,7 +18,7 @@ from models.kimi_k25.training.attention import MaskBuilder, attention_function
 from models.kimi_k25.training.corpus import made_documents
 from models.kimi_k25.training.dataset import PADDING, TokenData, pack
 from models.kimi_k25.training.documents import Document, assistant, user
-from models.kimi_k25.training.evaluate import called_tools, targets_of
+from models.kimi_k25.training.evaluate import called_tools, greedy, held_out_losses, targets_of
 from models.kimi_k25.training.everyday_tools import EVERYDAY
 from models.kimi_k25.training.export import checkpoint_tensors, export
 from models.kimi_k25.training.made_chat import memory_chat, small_exchange
@@ -35,6 +35,7 @@ from models.kimi_k25.training.quantization import (
     unpack_int4,
 )
 from models.kimi_k25.training.train import TINY
+from models.kimi_k25.training.trainer import Settings, Trainer
 
 SMALL = Architecture(
     vocab_size=320,
@@ -323,6 +324,30 @@ def test_token_data_survives_the_disk(renderer, tmp_path):
     assert loaded.sources == ["prose", "tools"]
     assert (np.diff(loaded.starts) <= 1024).all()
     assert len(loaded.chat_documents()) == (loaded.source == 1).sum()
+
+
+def test_trainer_goes_through_its_stages_and_is_measured():
+    pattern = np.tile(np.arange(10, 30, dtype=np.uint16), 200)
+    answer = np.tile(np.arange(20) >= 10, 200)
+    answer[2000:] = False
+    starts = np.arange(0, 4001, 40)
+    source = (starts[:-1] >= 2000).astype(np.uint8)
+    data = TokenData(pattern, answer, starts, source, ["chat", "prose"])
+    chosen = Settings(60, rows=4, row_length=128, learning_rate=1e-2, dropout=0.1, compile=False, seed=0)
+    trainer = Trainer(SMALL, chosen, data, torch.device("cpu"), "sdpa", log=lambda line: None)
+    before = held_out_losses(trainer.evaluation_model(), data, 128, False, torch.device("cpu"))
+    for progress in (0.1,) * 20 + (0.82,) * 3:
+        trainer.step(progress)
+    assert trainer.model.int4.item() == 1.0 and trainer.model.drop.item() == 0.0
+    trainer.step(0.9)
+    _, targets, _ = trainer._on_device(next(trainer._batches))
+    assert set(targets[targets != -100].tolist()) == set(range(20, 30))
+    after = held_out_losses(trainer.evaluation_model(), data, 128, True, torch.device("cpu"))
+    assert after["all"] < before["all"] - 2 and set(after) == {"chat", "prose", "answers", "all"}
+    prompt = pattern[:30].astype(int).tolist()
+    written = greedy(trainer.evaluation_model(), [prompt, prompt[:25]], {29}, 6, torch.device("cpu"))
+    assert written[1] == greedy(trainer.evaluation_model(), [prompt[:25]], {29}, 6, torch.device("cpu"))[0]
+    assert all(len(w) == 6 or w[-1] == 29 for w in written)
 
 
 class _OnlyTools:

@@ -34,7 +34,8 @@ _BLOCKED = re.compile(
     re.IGNORECASE,
 )
 _PRIVATE = re.compile(
-    r"\d{3}[-. )]*\d{3,4}[-. ]*\d{4}|@\w|\b(snapchat|instagram|facebook|phone number|my number|last name|address|email)\b",
+    r"\d{3}[-. )]*\d{3,4}[-. ]*\d{4}|@\w|"
+    r"\b(snapchat|instagram|facebook|phone number|my number|last name|address|email)\b",
     re.IGNORECASE,
 )
 

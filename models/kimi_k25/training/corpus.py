@@ -1,6 +1,6 @@
 """Collects every document of the corpus and writes two files: training and held-out, one JSON document a line.
 
-python -m models.kimi_k25.training.corpus --work WORK --out .train-data
+python -m models.kimi_k25.training.corpus --work WORK --out .train-corpus
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def summary(documents: list[Document]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("corpus_work"), help="folder of unpacked packages")
-    parser.add_argument("--out", type=Path, default=Path(".train-data"))
+    parser.add_argument("--out", type=Path, default=Path(".train-corpus"))
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of made-up documents")
     arguments = parser.parse_args()
     training, held_out = build(Packages(arguments.work), arguments.scale)

@@ -138,4 +138,4 @@ class BatchStream:
             yield from packed.batches(self._rows)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)

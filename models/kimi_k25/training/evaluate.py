@@ -95,7 +95,7 @@ def greedy(
 
 
 def sample_answers(
-    model: TinyKimi, renderer: Renderer, device: torch.device, max_new: int = 200, count: int = len(PROMPTS)
+    model: TinyKimi, renderer: Renderer, device: torch.device, max_new: int = 256, count: int = len(PROMPTS)
 ) -> list[dict]:
     """Greedy answers to the fixed prompts, with thinking and without."""
     model.int4.fill_(1.0)
@@ -157,10 +157,10 @@ def report(
     """Everything measured after training. `quick` asks fewer questions and reads less text, for a CPU."""
     held_out = TokenData.load(data_folder / "held_out.tokens.xz")
     if quick:
-        held_out = first_documents(held_out, 200)
+        held_out = first_documents(held_out, 60)
     plain = held_out_losses(model, held_out, row_length, False, device)
     int4 = held_out_losses(model, held_out, row_length, True, device)
-    answers = sample_answers(model, renderer, device, *((48, 4) if quick else ()))
+    answers = sample_answers(model, renderer, device, *((24, 3) if quick else ()))
     return {
         "held_out_loss_bf16": plain,
         "held_out_loss_int4": int4,

@@ -62,12 +62,23 @@ def _weather(rng: Random) -> Task:
     city, degrees, sky = rng.choice(CITIES), rng.randrange(-10, 38), rng.choice(SKIES)
     question = rng.choice(
         (
-            "What is the weather in {}?", "What's the weather in {}?", "How is the weather in {}?", "Is it warm in {} today?",
-            "Weather in {}?", "what is the weather like in {}", "Tell me the weather in {}.", "Will it rain in {}?",
-            "What is the weather in {} today?", "Is it cold in {}?", "Can you check the weather in {}?", "How warm is it in {}?",
-            "What's the weather like in {} right now?", "Use the tool to get the weather in {}.", "Do I need a coat in {}?",
+            "What is the weather in {}?",
+            "What's the weather in {}?",
+            "How is the weather in {}?",
+            "Is it warm in {} today?",
+            "Weather in {}?",
+            "what is the weather like in {}",
+            "Tell me the weather in {}.",
+            "Will it rain in {}?",
+            "What is the weather in {} today?",
+            "Is it cold in {}?",
+            "Can you check the weather in {}?",
+            "How warm is it in {}?",
+            "What's the weather like in {} right now?",
+            "Use the tool to get the weather in {}.",
+            "Do I need a coat in {}?",
         )
-    ).format(city)  # fmt: skip
+    ).format(city)
     key = rng.choice(_PLACE_KEYS)
     arguments: dict[str, Any] = {key: city}
     properties = {key: _string(rng.choice(("", "City name", "The city, e.g. Paris", "Name of the city")))}

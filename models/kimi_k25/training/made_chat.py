@@ -101,26 +101,54 @@ _REMEMBERED = (
     ("My name is {name}.", "Nice to meet you, {name}!", "What is my name?", "Your name is {name}."),
     ("I am {name}.", "Hello {name}! How can I help you?", "Who am I?", "You are {name}."),
     ("Hi, I'm {name}.", "Hi {name}! Nice to meet you.", "Do you remember my name?", "Yes, your name is {name}."),
-    ("My favorite color is {color}.", "{Color} is a nice color.", "What is my favorite color?", "Your favorite color is {color}."),
+    (
+        "My favorite color is {color}.",
+        "{Color} is a nice color.",
+        "What is my favorite color?",
+        "Your favorite color is {color}.",
+    ),
     ("I live in {city}.", "{city} is an interesting place.", "Where do I live?", "You live in {city}."),
     ("I have a {animal}.", "A {animal}! What is its name?", "Which animal do I have?", "You have a {animal}."),
-    ("My {animal} is called {other}.", "{other} is a nice name.", "What is my {animal} called?", "Your {animal} is called {other}."),
+    (
+        "My {animal} is called {other}.",
+        "{other} is a nice name.",
+        "What is my {animal} called?",
+        "Your {animal} is called {other}.",
+    ),
     ("I work as a {job}.", "That must be interesting work.", "What is my job?", "You are a {job}."),
     ("I like {hobby}.", "{Hobby} is fun!", "What do I like?", "You like {hobby}."),
-    ("My secret number is {number}.", "I will remember {number}.", "What is my secret number?", "Your secret number is {number}."),
-    ("I put the {thing} in the {place}.", "All right, I will remember that.", "Where is the {thing}?", "The {thing} is in the {place}."),
+    (
+        "My secret number is {number}.",
+        "I will remember {number}.",
+        "What is my secret number?",
+        "Your secret number is {number}.",
+    ),
+    (
+        "I put the {thing} in the {place}.",
+        "All right, I will remember that.",
+        "Where is the {thing}?",
+        "The {thing} is in the {place}.",
+    ),
     ("I ate {food} today.", "I hope it was good.", "What did I eat today?", "You ate {food} today."),
     ("The code word is {thing}.", "I will keep it in mind.", "What is the code word?", "The code word is {thing}."),
-)  # fmt: skip
+)
 
 
 def _remembered(rng: Random) -> tuple[Exchange, Exchange]:
     name, other = rng.sample(NAMES, 2)
     words = {
-        "name": name, "other": other, "color": rng.choice(COLORS), "city": rng.choice(CITIES), "animal": rng.choice(ANIMALS),
-        "job": rng.choice(JOBS), "hobby": rng.choice(HOBBIES), "number": rng.randrange(1, 1000),
-        "thing": rng.choice(THINGS), "place": rng.choice(PLACES), "food": rng.choice(FOODS),
-    }  # fmt: skip
+        "name": name,
+        "other": other,
+        "color": rng.choice(COLORS),
+        "city": rng.choice(CITIES),
+        "animal": rng.choice(ANIMALS),
+        "job": rng.choice(JOBS),
+        "hobby": rng.choice(HOBBIES),
+        "number": rng.randrange(1, 1000),
+        "thing": rng.choice(THINGS),
+        "place": rng.choice(PLACES),
+        "food": rng.choice(FOODS),
+    }
     words |= {"Color": words["color"].capitalize(), "Hobby": words["hobby"].capitalize()}
     told, reply, asked, answer = (part.format(**words) for part in rng.choice(_REMEMBERED))
     return Exchange(told, reply, "The user tells me something. I will remember it."), Exchange(

@@ -12,24 +12,62 @@ from models.kimi_k25.training.made_words import NAMES, THINGS
 
 _PLACES = ("Ones", "Tens", "Hundreds", "Thousands", "Ten thousands")
 _ADD = (
-    "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} =", "{a}+{b}=?", "What's {a} + {b}?",
-    "Calculate {a} + {b}.", "Add {a} and {b}.", "How much is {a} + {b}?", "Can you add {a} and {b}?", "Compute {a} + {b}.",
-    "What is the sum of {a} and {b}?", "Please work out {a} + {b}.", "what is {a}+{b}?", "Solve {a} + {b}.", "What is {a}+{b}?",
-)  # fmt: skip
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "{a} + {b}",
+    "{a}+{b}",
+    "{a} + {b} =",
+    "{a}+{b}=?",
+    "What's {a} + {b}?",
+    "Calculate {a} + {b}.",
+    "Add {a} and {b}.",
+    "How much is {a} + {b}?",
+    "Can you add {a} and {b}?",
+    "Compute {a} + {b}.",
+    "What is the sum of {a} and {b}?",
+    "Please work out {a} + {b}.",
+    "what is {a}+{b}?",
+    "Solve {a} + {b}.",
+    "What is {a}+{b}?",
+)
 _SUBTRACT = (
-    "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} =", "What's {a} - {b}?",
-    "Calculate {a} - {b}.", "Subtract {b} from {a}.", "How much is {a} - {b}?", "Compute {a} - {b}.", "what is {a}-{b}?",
-    "Take {b} away from {a}.", "Please work out {a} - {b}.",
-)  # fmt: skip
+    "What is {a} - {b}?",
+    "What is {a} minus {b}?",
+    "{a} - {b}",
+    "{a}-{b}",
+    "{a} - {b} =",
+    "What's {a} - {b}?",
+    "Calculate {a} - {b}.",
+    "Subtract {b} from {a}.",
+    "How much is {a} - {b}?",
+    "Compute {a} - {b}.",
+    "what is {a}-{b}?",
+    "Take {b} away from {a}.",
+    "Please work out {a} - {b}.",
+)
 _MULTIPLY = (
-    "What is {a} times {b}?", "What is {a} * {b}?", "{a} * {b}", "{a}*{b}", "{a} x {b}", "Multiply {a} by {b}.",
-    "Calculate {a} * {b}.", "How much is {a} times {b}?", "What's {a} times {b}?", "Compute {a} x {b}.",
-    "What is {a} multiplied by {b}?", "what is {a}*{b}?",
-)  # fmt: skip
+    "What is {a} times {b}?",
+    "What is {a} * {b}?",
+    "{a} * {b}",
+    "{a}*{b}",
+    "{a} x {b}",
+    "Multiply {a} by {b}.",
+    "Calculate {a} * {b}.",
+    "How much is {a} times {b}?",
+    "What's {a} times {b}?",
+    "Compute {a} x {b}.",
+    "What is {a} multiplied by {b}?",
+    "what is {a}*{b}?",
+)
 _DIVIDE = (
-    "What is {a} / {b}?", "What is {a} divided by {b}?", "{a} / {b}", "Divide {a} by {b}.", "Calculate {a} / {b}.",
-    "How much is {a} divided by {b}?", "What's {a} / {b}?",
-)  # fmt: skip
+    "What is {a} / {b}?",
+    "What is {a} divided by {b}?",
+    "{a} / {b}",
+    "Divide {a} by {b}.",
+    "Calculate {a} / {b}.",
+    "How much is {a} divided by {b}?",
+    "What's {a} / {b}?",
+)
 _RESULT = ("{left} = {value}.", "{left} = {value}.", "The answer is {value}.", "{left} is {value}.", "It is {value}.")
 
 
@@ -70,7 +108,9 @@ def multiplication_steps(a: int, b: int) -> str:
         a, b = b, a
     if b <= 9:
         tens, ones = a // 10 * 10, a % 10
-        return f"{a} = {tens} + {ones}. {tens} * {b} = {tens * b}. {ones} * {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}."
+        first, second = tens * b, ones * b
+        parts = f"{a} = {tens} + {ones}. {tens} * {b} = {first}. {ones} * {b} = {second}."
+        return f"{parts} {first} + {second} = {a * b}."
     tens, ones = b // 10 * 10, b % 10
     first, second = a * tens, a * ones
     return f"{b} = {tens} + {ones}. {a} * {tens} = {first}. {a} * {ones} = {second}. {addition_steps(first, second)}"

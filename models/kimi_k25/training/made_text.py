@@ -84,9 +84,16 @@ def story_parts(rng: Random) -> tuple[dict, str]:
     place, place2 = rng.sample(PLACES, 2)
     thing, thing2 = rng.sample(THINGS, 2)
     words = {
-        "a": a, "b": b, "animal": rng.choice(ANIMALS), "thing": thing, "thing2": thing2, "place": place,
-        "place2": place2, "adj": rng.choice(ADJECTIVES), "feel": rng.choice(FEELINGS),
-    }  # fmt: skip
+        "a": a,
+        "b": b,
+        "animal": rng.choice(ANIMALS),
+        "thing": thing,
+        "thing2": thing2,
+        "place": place,
+        "place2": place2,
+        "adj": rng.choice(ADJECTIVES),
+        "feel": rng.choice(FEELINGS),
+    }
     head = " ".join(rng.choice(part) for part in (_OPENINGS, _PROBLEMS))
     tail = " ".join(rng.choice(part) for part in (_TURNS, _ENDINGS, _LESSONS))
     return words, f"{head}\n\n{tail}".format(**words)

@@ -1,6 +1,6 @@
 """Renders and tokenises the corpus into what training reads: train.tokens.xz and held_out.tokens.xz.
 
-python -m models.kimi_k25.training.prepare --data .train-data --checkpoint models/kimi_k25/tiny
+python -m models.kimi_k25.training.prepare --corpus .train-corpus --data .train-data --checkpoint models/kimi_k25/tiny
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def tokenize(documents: list[Document], renderer: Renderer, row_length: int = RO
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, default=Path(".train-corpus"))
     parser.add_argument("--data", type=Path, default=Path(".train-data"))
     parser.add_argument("--checkpoint", type=Path, default=Path("models/kimi_k25/tiny"))
     arguments = parser.parse_args()
+    arguments.data.mkdir(parents=True, exist_ok=True)
     renderer = load_renderer(arguments.checkpoint)
     for name, corpus in (("held_out", "held_out"), ("train", "corpus")):
-        data = tokenize(read(arguments.data / f"{corpus}.jsonl"), renderer)
+        data = tokenize(read(arguments.corpus / f"{corpus}.jsonl"), renderer)
         path = arguments.data / f"{name}.tokens.xz"
         data.save(path)
         counts = Counter()

@@ -1,6 +1,6 @@
 """Trains the byte-level BPE on the corpus and writes the tokenizer files of the checkpoint.
 
-    python -m models.kimi_k25.training.tokenizer_training --data .train-data --out models/kimi_k25/tiny
+    python -m models.kimi_k25.training.tokenizer_training --corpus .train-corpus --out models/kimi_k25/tiny
 
 Kimi's split pattern; control tokens are cut out before training. Digits get no merges, so that every digit of a number
 is one token and sums are a walk over digits.
@@ -106,7 +106,7 @@ def _last_merge(token: bytes, known: dict[bytes, int], to_text: dict[int, str]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(".train-data"))
+    parser.add_argument("--corpus", type=Path, default=Path(".train-corpus"))
     parser.add_argument("--out", type=Path, default=Path("models/kimi_k25/tiny"))
     parser.add_argument("--share", type=float, default=0.3, help="share of the documents to train on")
     arguments = parser.parse_args()
@@ -114,7 +114,7 @@ def main() -> None:
     if template is None:
         raise SystemExit(f"{arguments.out} has no chat_template.jinja; put the checkpoint's template there first.")
     rng = Random(5)
-    documents = [d for d in read(arguments.data / "corpus.jsonl") if rng.random() < arguments.share]
+    documents = [d for d in read(arguments.corpus / "corpus.jsonl") if rng.random() < arguments.share]
     ranks = train_ranks(plain_pieces(rendered_texts(documents, template)))
     Architecture().write(arguments.out)
     write_ranks(arguments.out / "tiktoken.model", ranks)

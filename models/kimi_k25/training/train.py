@@ -20,6 +20,7 @@ import torch
 
 from models.kimi_k25.training.architecture import Architecture
 from models.kimi_k25.training.attention import KINDS
+from models.kimi_k25.training.dataset import TokenData
 from models.kimi_k25.training.evaluate import report
 from models.kimi_k25.training.export import export
 from models.kimi_k25.training.prepare import load_renderer
@@ -53,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, help="rows in a step; 64 on a GPU, 4 on a CPU")
     parser.add_argument("--row-length", type=int, default=1024)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2.5e-3)
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--attention", default="auto", choices=("auto", *KINDS))
     parser.add_argument("--no-compile", action="store_true")
@@ -77,32 +78,34 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 def smoke(arguments: argparse.Namespace, log: Log) -> dict:
     """Steps of every attention, compiled; the first step holds the compilation."""
-    results = {}
+    results: dict[str, dict] = {}
+    data = TokenData.load(arguments.data / "train.tokens.xz")
     for kind in KINDS if arguments.attention == "auto" else (arguments.attention,):
         torch._dynamo.reset()
         start = time.monotonic()
         try:
-            trainer = Trainer(
-                Architecture(), settings_from(arguments), arguments.data, torch.device(arguments.device), kind, log
-            )
+            trainer = Trainer(Architecture(), settings_from(arguments), data, torch.device(arguments.device), kind, log)
             trainer.step(0.0)
             first = time.monotonic() - start
             results[kind] = trainer.time_steps(20) | {"first_step_s": round(first, 1)}
         except Exception as error:  # a probe: an attention that this machine lacks is a result
             results[kind] = {"error": f"{type(error).__name__}: {error}"[:600]}
         log(f"{kind}: {json.dumps(results[kind])}")
+        (arguments.out / "smoke.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
 
 
 def build_trainer(arguments: argparse.Namespace, log: Log) -> Trainer:
     """The first kind of attention that survives one step, where none was asked for by name."""
     device = torch.device(arguments.device)
+    data = TokenData.load(arguments.data / "train.tokens.xz")
+    log(f"{len(data.tokens):,} training tokens in {len(data.source):,} documents")
     kinds = KINDS if device.type == "cuda" else ("sdpa",)
     if arguments.attention != "auto":
         kinds = (arguments.attention,)
     for kind in kinds:
         try:
-            trainer = Trainer(Architecture(), settings_from(arguments), arguments.data, device, kind, log)
+            trainer = Trainer(Architecture(), settings_from(arguments), data, device, kind, log)
             loss = trainer.step(0.0)
             if not math.isfinite(loss):
                 raise ArithmeticError(f"the first loss is {loss}")
@@ -122,7 +125,7 @@ def main() -> None:
     log = Log(arguments.out / "train.log")
     torch.set_float32_matmul_precision("high")
     if arguments.smoke:
-        (arguments.out / "smoke.json").write_text(json.dumps(smoke(arguments, log), indent=1) + "\n")
+        smoke(arguments, log)
         return
     start = time.monotonic()
     trainer = build_trainer(arguments, log)
@@ -132,7 +135,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     quick = device.type == "cpu"
     renderer = load_renderer(arguments.checkpoint)
-    measured = report(trainer.model, arguments.data, renderer, device, arguments.row_length, quick)
+    measured = report(trainer.evaluation_model(), arguments.data, renderer, device, arguments.row_length, quick)
     measured["training"] = trainer.facts() | {"wall_seconds": round(time.monotonic() - start, 1)}
     (arguments.out / "report.json").write_text(
         json.dumps(measured, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

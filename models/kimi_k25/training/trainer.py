@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ class Settings:
     compile: bool
     seed: int
     weight_decay: float = 0.1
-    balance_rate: float = 2e-3
+    balance_rate: float = 5e-3
     clip: float = 1.0
 
 
@@ -42,7 +41,7 @@ class Trainer:
         self,
         architecture: Architecture,
         settings: Settings,
-        data: Path,
+        data: TokenData,
         device: torch.device,
         attention: str,
         log: Callable[[str], None],
@@ -53,7 +52,7 @@ class Trainer:
         self.model.to(device)
         self.attention = attention
         self.masks = MaskBuilder(attention, device)
-        self.data = TokenData.load(data / "train.tokens.xz")
+        self.data = data
         self.optimizer = self._optimizer()
         self._loss = token_losses
         if settings.compile:
@@ -62,7 +61,8 @@ class Trainer:
                 layer.compile()
         self._special = architecture.special_id
         self._chat = False
-        self._stream = self._open_stream(np.arange(len(self.data.source)))
+        self._stream = self._open_stream(np.arange(len(self.data.source)), settings.seed)
+        self._chat_stream = self._open_stream(self.data.chat_documents(), settings.seed + 1)
         self._batches = iter(self._stream)
         self.steps, self.tokens, self.history = 0, 0, []
 
@@ -76,14 +76,14 @@ class Trainer:
         fused = self.device.type == "cuda"
         return torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
-    def _open_stream(self, chosen: np.ndarray) -> BatchStream:
+    def _open_stream(self, chosen: np.ndarray, seed: int) -> BatchStream:
         s = self.settings
-        return BatchStream(self.data, chosen, s.row_length, s.rows, self._special("[PAD]"), s.seed + self._chat)
+        return BatchStream(self.data, chosen, s.row_length, s.rows, self._special("[PAD]"), seed)
 
     def _start_chat_stage(self) -> None:
         self._chat = True
         self._stream.close()
-        self._stream = self._open_stream(self.data.chat_documents())
+        self._stream = self._chat_stream
         self._batches = iter(self._stream)
 
     def _on_device(self, batch: Rows) -> tuple[Tensor, Tensor, object]:
@@ -131,6 +131,7 @@ class Trainer:
             now = time.monotonic()
             progress = (now - begun) / max(1e-9, start + self.settings.seconds - begun)
             if progress >= 1.0:
+                self._stream.close()
                 return
             read = self.steps % SYNC_EVERY == 0 or self.device.type == "cpu"
             loss = self.step(progress, read)
@@ -153,6 +154,8 @@ class Trainer:
 
     def time_steps(self, count: int) -> dict[str, float]:
         """Seconds a step and tokens a second after a warm-up, losses first and last."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         first = self.step(0.02)
         self.step(0.02)
         start = time.monotonic()
@@ -169,6 +172,12 @@ class Trainer:
             "last_loss": round(last, 3),
             "memory_gib": round(memory, 1),
         }
+
+    def evaluation_model(self) -> TinyKimi:
+        """The same weights in a model that is not compiled and takes the plain attention mask."""
+        model = TinyKimi(self.model.a, attention_function("sdpa")).to(self.device)
+        model.load_state_dict(self.model.state_dict())
+        return model.eval()
 
     def facts(self) -> dict:
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
