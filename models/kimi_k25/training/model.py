@@ -170,7 +170,10 @@ class TinyKimi(nn.Module):
         self.register_buffer("drop", torch.tensor(0.0), persistent=False)
 
     def initialise(self, seed: int) -> None:
-        """Normal weights of std fan_in^-0.5, smaller where a branch writes into the residual stream."""
+        """Normal weights of std fan_in^-0.5, smaller where a branch writes into the residual stream.
+
+        Embeddings of std 1 keep tokens apart at the first layers, or the router sends all to the same experts.
+        """
         generator = torch.Generator().manual_seed(seed)
         residual = (2 * self.a.num_hidden_layers) ** -0.5
         for name, weight in self.named_parameters():
@@ -180,7 +183,7 @@ class TinyKimi(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight", "experts_down")):
                 std *= residual
             if "embed_tokens" in name or "lm_head" in name:
-                std = 0.05 if "embed" in name else 0.02
+                std = 1.0 if "embed" in name else 0.02
             with torch.no_grad():
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
 
