@@ -112,7 +112,7 @@ def _shapes_logits(request: Request) -> bool:
 
 def _filter_top(logits_SV: torch.Tensor, top_k_S: torch.Tensor, top_p_S1: torch.Tensor) -> torch.Tensor:
     """Keeps the k most likely tokens, then the fewest of them whose probabilities reach p; at least one stays."""
-    values_SV, order_SV = logits_SV.sort(-1, descending=True, stable=True)
+    values_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(values_SV.shape[1], device=values_SV.device)
     values_SV = values_SV.masked_fill(ranks_V >= top_k_S.unsqueeze(1), _NEVER)
     probs_SV = values_SV.softmax(-1)
