@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,24 +49,31 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.model is None:
             object.__setattr__(self, "model", str(TINY_CHECKPOINT))
-        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if not isinstance(self.model, str):
+            raise ConfigError(f"model must be the path of a checkpoint directory, not {self.model!r}.")
+        self._check_counts()
+        if not _is_int(self.seed):
+            raise ConfigError(f"seed must be a whole number, not {self.seed!r}.")
         if self.tp % self.ep:
             fit = [d for d in range(1, self.tp + 1) if self.tp % d == 0]
             raise ConfigError(f"ep={self.ep} does not divide tp={self.tp}; use one of {fit}.")
         for name, known in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
-        for name in ("max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-        if self.kv_cache_memory_gb is not None and not self.kv_cache_memory_gb > 0:
-            raise ConfigError(f"kv_cache_memory_gb must be above 0, not {self.kv_cache_memory_gb!r}.")
+        memory = self.kv_cache_memory_gb
+        if memory is not None and not (_is_number(memory) and 0 < memory < float("inf")):
+            raise ConfigError(f"kv_cache_memory_gb must be a number above 0, not {memory!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
+
+    def _check_counts(self) -> None:
+        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            unset = value is None and name in ("max_model_len", "num_threads")
+            if not unset and (not _is_int(value) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
 
     def resolve(self, cuda_devices: int) -> EngineConfig:
         """Replaces every "auto" that depends on the machine alone; `cuda_devices` counts the GPUs of this host."""
@@ -85,3 +93,11 @@ class EngineConfig:
     @classmethod
     def from_json(cls, text: str) -> EngineConfig:
         return cls(**json.loads(text))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

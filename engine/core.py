@@ -5,10 +5,11 @@ A step is: tell the other ranks what changed, schedule, execute, take the tokens
 
 from __future__ import annotations
 
+import operator
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.comm.control import ControlServer
@@ -43,11 +44,11 @@ class Replica:
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
 
     def apply(self, new: list[Request], finish: list[list[Any]]) -> None:
-        """finish: [request id, reason, stop reason] each."""
-        for request in new:
-            self.scheduler.add(request)
+        """finish: [request id, reason, stop reason] each. What ends goes first, since its id may be used again."""
         for request_id, reason, stop_reason in finish:
             self.scheduler.finish(request_id, reason, stop_reason)
+        for request in new:
+            self.scheduler.add(request)
 
     def step_as_told(self, message: dict[str, Any]) -> None:
         """What another rank does with rank 0's "step" frame."""
@@ -97,9 +98,9 @@ class EngineCore:
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError for a request that can never be served."""
         params.check_vocab(self.vocab_size)
-        if not prompt_token_ids:
+        if not len(prompt_token_ids):
             raise InvalidRequestError("the prompt is empty; give at least one token.", param="prompt")
-        bad = next((t for t in prompt_token_ids if not 0 <= t < self.vocab_size), None)
+        bad = next((t for t in _plain_ids(prompt_token_ids) if not 0 <= t < self.vocab_size), None)
         if bad is not None:
             raise InvalidRequestError(
                 f"the prompt holds token id {bad}, but the vocabulary has {self.vocab_size} entries.", param="prompt"
@@ -115,28 +116,34 @@ class EngineCore:
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues n sequences. Raises InvalidRequestError as `validate` does, ValueError for an id in use."""
         self.validate(prompt_token_ids, params)
-        if self._outputs.sequence_ids(request_id):
+        prompt = _plain_ids(prompt_token_ids)
+        ids = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        if self._outputs.sequence_ids(request_id) or any(map(self._outputs.knows, ids)):
             raise ValueError(f"request {request_id} is already running.")
-        room = self.max_model_len - len(prompt_token_ids)
+        room = self.max_model_len - len(prompt)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        for index in range(params.n):
+        for index, sequence_id in enumerate(ids):
             request = Request(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
-                prompt_token_ids=list(prompt_token_ids),
-                params=params,
-                seed=self._random.getrandbits(63) if params.seed is None else params.seed + index,
+                request_id=sequence_id,
+                prompt_token_ids=list(prompt),
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
+                seed=self._random.getrandbits(63) if params.seed is None else _wrap_int64(params.seed + index),
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 stop_token_ids=stop_ids,
             )
             self._new.append(request)
             self._outputs.add(request_id, index, request, time.monotonic())
-        self._num_prompt_tokens += len(prompt_token_ids)
+        self._num_prompt_tokens += len(prompt)
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request and frees its blocks at the next step; an unknown id is ignored."""
         for sequence_id in self._outputs.sequence_ids(request_id):
-            self._finish.append([sequence_id, "abort", None])
             self._aborted.append(self._outputs.abort(sequence_id))
+            queued = next((r for r in self._new if r.request_id == sequence_id), None)
+            if queued is not None:
+                self._new.remove(queued)
+            else:
+                self._finish.append([sequence_id, "abort", None])
 
     def unfinished_ids(self) -> list[str]:
         return self._outputs.request_ids()
@@ -153,9 +160,13 @@ class EngineCore:
             self._tell_ranks({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish})
             self.replica.apply(new, finish)
             output, result = self.replica.step()
+            deltas += self._outputs.process(output, result)
         except Exception as error:
             raise self._dead(error) from error
-        deltas += self._outputs.process(output, result)
+        except BaseException:
+            if self._control is not None:
+                self._failure = "a step was interrupted, so the ranks no longer agree; start a new engine."
+            raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
         self._num_steps += 1
         self._num_generated_tokens += len(result.token_ids)
@@ -205,3 +216,15 @@ class EngineCore:
         reason = self._control.wait_for_failure(1.0) if self._control is not None else None
         self._failure = reason or f"rank 0 failed: {type(error).__name__}: {error}"
         return EngineDeadError(self._failure)
+
+
+def _plain_ids(prompt_token_ids: Iterable[Any]) -> list[int]:
+    """Token ids as Python's own integers, which every rank can read: arrays and their elements are taken too."""
+    try:
+        return [operator.index(t) for t in prompt_token_ids]
+    except TypeError as error:
+        raise InvalidRequestError(f"the prompt must be token ids ({error}).", param="prompt") from None
+
+
+def _wrap_int64(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63

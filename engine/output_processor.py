@@ -52,6 +52,9 @@ class OutputProcessor:
     def sequence_ids(self, parent_id: str) -> list[str]:
         return [key for key, s in self._sequences.items() if s.parent_id == parent_id]
 
+    def knows(self, sequence_id: str) -> bool:
+        return sequence_id in self._sequences
+
     def request_ids(self) -> list[str]:
         """The callers' requests that still run."""
         return list(dict.fromkeys(s.parent_id for s in self._sequences.values()))
@@ -116,8 +119,7 @@ class OutputProcessor:
             text = sequence.decoder.push([token_id])
         if request.finished:
             text += sequence.decoder.finish()
-        if len(request.output_token_ids) >= params.min_tokens:
-            text = sequence.stops.push(text)
+        text = sequence.stops.push(text, may_stop=len(request.output_token_ids) >= params.min_tokens)
         if request.finished and sequence.stops.matched is None:
             text += sequence.stops.flush()
         return text

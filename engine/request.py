@@ -76,7 +76,9 @@ class SamplingParams:
         _check(stop is None or isinstance(stop, list | tuple), "stop", "must be a string or a list of strings.")
         stop = list(stop or [])
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", list(self.stop_token_ids or []))
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        _check(isinstance(ids, list | tuple), "stop_token_ids", "must be a list of token ids.")
+        object.__setattr__(self, "stop_token_ids", list(ids))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _check(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", f"must be an integer from 1 to {MAX_N}.")
         _check(_is_number(self.temperature) and 0 <= self.temperature <= 2, "temperature", "must be between 0 and 2.")
@@ -127,15 +129,14 @@ class SamplingParams:
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:
-        bias = self.logit_bias
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _check(isinstance(bias, dict), "logit_bias", "must map token ids to numbers from -100 to 100.")
         if not bias:
             object.__setattr__(self, "logit_bias", None)
             return
-        _check(isinstance(bias, dict), "logit_bias", "must map token ids to numbers from -100 to 100.")
-        try:
-            parsed = {int(k): v for k, v in bias.items()}
-        except (TypeError, ValueError):
-            raise InvalidRequestError("logit_bias keys must be token ids.", param="logit_bias") from None
+        ids = all(_is_int(k) or (isinstance(k, str) and k.isascii() and k.isdigit()) for k in bias)
+        _check(ids, "logit_bias", "keys must be token ids.")
+        parsed = {int(k): v for k, v in bias.items()}
         _check(
             all(k >= 0 and _is_number(v) and -100 <= v <= 100 for k, v in parsed.items()),
             "logit_bias",

@@ -14,6 +14,7 @@ from engine.kernels.random import gumbel
 from engine.request import Request
 
 _NEVER = float("-inf")
+_MIN_TEMPERATURE = 1e-5  # below it the draw is the most likely token anyway
 
 
 @dataclass
@@ -51,9 +52,18 @@ class Sampler:
         return torch.where(greedy_S, logits_SV.argmax(-1), sampled_S)
 
     def _apply_request(self, row_V: torch.Tensor, request: Request) -> None:
-        """Penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API), bias, forbidden ends."""
+        """Bias, forbidden ends, then penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API).
+
+        The order is vLLM's: the repetition penalty scales a logit with its bias.
+        """
         params = request.params
         output = self._ids(request.output_token_ids)
+        if len(request.output_token_ids) < params.min_tokens and request.stop_token_ids:
+            row_V[self._ids(sorted(request.stop_token_ids))] = _NEVER
+        if params.logit_bias:
+            row_V[self._ids(list(params.logit_bias))] += torch.tensor(
+                list(params.logit_bias.values()), device=self.device
+            )
         if params.repetition_penalty != 1.0:
             seen = torch.cat([self._ids(request.prompt_token_ids), output]).unique()
             values = row_V[seen]
@@ -63,28 +73,26 @@ class Sampler:
         if params.presence_penalty or params.frequency_penalty:
             seen, counts = output.unique(return_counts=True)
             row_V[seen] -= params.presence_penalty + params.frequency_penalty * counts.float()
-        if params.logit_bias:
-            row_V[self._ids(list(params.logit_bias))] += torch.tensor(
-                list(params.logit_bias.values()), device=self.device
-            )
-        if len(request.output_token_ids) < params.min_tokens and request.stop_token_ids:
-            row_V[self._ids(sorted(request.stop_token_ids))] = _NEVER
 
     def _ids(self, token_ids: list[int]) -> torch.Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self.device)
 
     def _sample(self, logits_SV: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+        """Temperature, min_p, top_k, top_p, in vLLM's order, then one draw. The largest logit becomes 0 first, so that
+        no temperature makes it overflow."""
+
         def column(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=self.device).unsqueeze(1)
 
         params = [r.params for r in requests]
-        logits_SV = logits_SV / column([p.temperature or 1.0 for p in params])
+        logits_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
+        logits_SV = logits_SV / column([max(p.temperature or 1.0, _MIN_TEMPERATURE) for p in params])
+        if any(p.min_p for p in params):
+            floor_S1 = column([p.min_p for p in params]).log()
+            logits_SV = logits_SV.masked_fill(logits_SV < floor_S1, _NEVER)
         if any(p.top_k or p.top_p < 1.0 for p in params):
             top_k_S = self._ids([min(p.top_k or self.vocab_size, self.vocab_size) for p in params])
             logits_SV = _filter_top(logits_SV, top_k_S, column([p.top_p for p in params]))
-        if any(p.min_p for p in params):
-            floor_S1 = logits_SV.amax(-1, keepdim=True) + column([p.min_p for p in params]).log()
-            logits_SV = logits_SV.masked_fill(logits_SV < floor_S1, _NEVER)
         noise_SV = gumbel(
             self._ids([r.seed for r in requests]), self._ids([r.num_tokens for r in requests]), self.vocab_size
         )
@@ -104,7 +112,7 @@ def _shapes_logits(request: Request) -> bool:
 
 def _filter_top(logits_SV: torch.Tensor, top_k_S: torch.Tensor, top_p_S1: torch.Tensor) -> torch.Tensor:
     """Keeps the k most likely tokens, then the fewest of them whose probabilities reach p; at least one stays."""
-    values_SV, order_SV = logits_SV.sort(-1, descending=True, stable=True)
+    values_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(values_SV.shape[1], device=values_SV.device)
     values_SV = values_SV.masked_fill(ranks_V >= top_k_S.unsqueeze(1), _NEVER)
     probs_SV = values_SV.softmax(-1)

@@ -47,7 +47,6 @@ class Scheduler:
     """
 
     def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int):
-        """A request alone must fit the cache: callers bound its length by `kv_cache.max_tokens`."""
         self.kv_cache = kv_cache
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -57,6 +56,14 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
+        """Raises ValueError for an id in use, or for a request that the whole cache could not hold to its end: it would
+        wait for ever. Its last token is never computed."""
+        longest = len(request.prompt_token_ids) + request.max_tokens - 1
+        if longest > self.kv_cache.max_tokens:
+            raise ValueError(
+                f"request {request.request_id} needs room for {longest} tokens, but the KV cache holds "
+                f"{self.kv_cache.max_tokens}."
+            )
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is already here.")
         self._requests[request.request_id] = request

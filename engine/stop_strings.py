@@ -15,15 +15,19 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that may be shown now. After a match `matched` names the stop string and nothing more comes."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """The text that may be shown now. After a match `matched` names the stop string and nothing more comes.
+
+        may_stop=False: a stop string whose last character is in `text` does not count; one that only begins there does.
+        """
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
+        num_old = len(self._held)
         text = self._held + text
         self._held = ""
-        match = self._first_match(text)
+        match = self._first_match(text, num_old) if may_stop else None
         if match is not None:
             start, self.matched = match
             return text[: start + len(self.matched) if self._include else start]
@@ -36,8 +40,9 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        found = [(text.find(stop), stop) for stop in self._stops]
+    def _first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """(start, stop string) of the first match that ends after the first `num_old` characters."""
+        found = [(text.find(stop, max(num_old - len(stop) + 1, 0)), stop) for stop in self._stops]
         found = [(start, stop) for start, stop in found if start >= 0]
         return min(found, key=lambda f: (f[0] + len(f[1]), f[0]), default=None)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -151,20 +153,36 @@ def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
     """The tensors of one safetensors file, after checking that its data is all there and does not overlap."""
-    size = file.stat().st_size
     try:
         with open(file, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = struct.unpack("<Q", stream.read(8))[0]
             if length > min(size - 8, _MAX_HEADER):
                 raise ValueError("its header is longer than the file")
             entries = json.loads(stream.read(length))
-        entries.pop("__metadata__", None)
-        headers = {n: TensorHeader(file, e["dtype"], tuple(e["shape"])) for n, e in entries.items()}
-        spans = sorted((*e["data_offsets"], n) for n, e in entries.items())
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, RecursionError, struct.error, OSError) as error:
         raise CheckpointError(f"{file}: not a readable safetensors file ({error}); fetch it again.") from error
-    _check_spans(file, size - 8 - length, spans, headers)
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file}: not a readable safetensors file (no table of tensors); fetch it again.")
+    entries.pop("__metadata__", None)
+    headers, spans = {}, []
+    for name, entry in entries.items():
+        if not _is_entry(entry):
+            raise CheckpointError(f"{file}: the header's entry of tensor {name} makes no sense; fetch it again.")
+        headers[name] = TensorHeader(file, entry["dtype"], tuple(entry["shape"]))
+        spans.append((*entry["data_offsets"], name))
+    _check_spans(file, size - 8 - length, sorted(spans), headers)
     return headers
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether one value of a header is {"dtype": text, "shape": counts, "data_offsets": [start, stop]}."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(type(count) is int and count >= 0 for count in shape + offsets)
 
 
 def _check_spans(
@@ -183,3 +201,5 @@ def _check_spans(
                 "fetch it again."
             )
         end = stop
+    if end < data_bytes:
+        raise CheckpointError(f"{file}: {data_bytes - end} bytes at its end belong to no tensor; fetch it again.")

@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,31 +52,50 @@ class ControlServer:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def _accept(self, world_size: int) -> None:
-        self._listener.settimeout(_HANDSHAKE_SECONDS)
-        while len(self._peers) < world_size - 1:
-            try:
-                peer, _ = self._listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, world_size)) - set(self._peers))
-                raise RankFailure(f"ranks {missing} did not connect within {_HANDSHAKE_SECONDS:.0f} s.") from None
-            rank = self._greet(peer)
-            if rank is None or not 0 < rank < world_size or rank in self._peers:
-                peer.close()
-            else:
-                self._peers[rank] = peer
-        self._listener.close()
+        """Waits for every rank at once, so that a stranger who connects and says nothing delays no one."""
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while len(self._peers) < world_size - 1:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = sorted(set(range(1, world_size)) - set(self._peers))
+                    raise RankFailure(f"ranks {missing} did not connect within {_HANDSHAKE_SECONDS:.0f} s.")
+                for key, _ in selector.select(left):
+                    if key.fileobj is self._listener:
+                        self._welcome(selector)
+                    else:
+                        self._greet(selector, key.fileobj, key.data, world_size)
+            for key in [k for k in selector.get_map().values() if k.fileobj is not self._listener]:
+                key.fileobj.close()
 
-    def _greet(self, peer: socket.socket) -> int | None:
-        """The rank of a peer that knows the token, or None for a stranger."""
-        peer.settimeout(5.0)
-        try:
-            hello = _receive_exactly(peer, _HELLO_BYTES)
-        except OSError:
-            return None
-        if hello is None or not hmac.compare_digest(hello[:64], self._token.encode()):
-            return None
-        peer.settimeout(None)
+    def _welcome(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):  # gone again already
+            peer, _ = self._listener.accept()
+            peer.setblocking(False)
+            selector.register(peer, selectors.EVENT_READ, bytearray())
+
+    def _greet(self, selector: selectors.BaseSelector, peer: socket.socket, hello: bytearray, world_size: int) -> None:
+        """Takes what has come of a peer's hello; keeps the peer if it knows the token and is a rank still missing."""
+        piece = b""
+        with contextlib.suppress(OSError):
+            piece = peer.recv(_HELLO_BYTES - len(hello))
+        hello += piece
+        if piece and len(hello) < _HELLO_BYTES:
+            return
+        selector.unregister(peer)
+        rank = self._rank_of(bytes(hello))
+        if rank is None or not 0 < rank < world_size or rank in self._peers:
+            peer.close()
+            return
+        peer.setblocking(True)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peers[rank] = peer
+
+    def _rank_of(self, hello: bytes) -> int | None:
+        if len(hello) < _HELLO_BYTES or not hmac.compare_digest(hello[:64], self._token.encode()):
+            return None
         return _LENGTH.unpack(hello[64:])[0]
 
     def _watch(self) -> None:

@@ -57,8 +57,10 @@ def experts(
     """Weighted sum of each row's experts; id -1 means that the expert is not here.
 
     gate_up_EID: [E, 2I, D], gate rows first; down_EDI: [E, D, I]. Each expert's output is weighted and summed in
-    float32 in order of expert id, so that a row does not depend on its neighbours. Returns float32 [T, D].
+    float32 in order of expert id, the same on every device and in every run. Returns float32 [T, D].
     """
+    ids_TK, slots_TK = ids_TK.sort(dim=-1)
+    weights_TK = weights_TK.gather(1, slots_TK)
     num_tokens, top_k = ids_TK.shape
     num_experts = gate_up_EID.shape[0]
     flat = ids_TK.flatten()
@@ -75,8 +77,14 @@ def experts(
             hidden = silu_mul(torch.mm(x[start:stop], gate_up_EID[expert].t()))
             torch.mm(hidden, down_EDI[expert].t(), out=y[start:stop])
             start = stop
+    # Not index_add_, which on a GPU adds in whatever order its threads arrive.
+    place_TK = torch.empty_like(flat).index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
+    place_TK = place_TK.view_as(ids_TK).masked_fill(ids_TK < 0, 0)
     out_TD = torch.zeros(num_tokens, x_TD.shape[1], dtype=torch.float32, device=x_TD.device)
-    return out_TD.index_add_(0, rows, y.float() * weights_TK.flatten()[order].unsqueeze(1))
+    if order.shape[0]:
+        for ids_T, place_T, weight_T in zip(ids_TK.t(), place_TK.t(), weights_TK.t(), strict=True):
+            out_TD += (y[place_T].float() * weight_T.unsqueeze(1)).masked_fill(ids_T.unsqueeze(1) < 0, 0)
+    return out_TD
 
 
 def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
