@@ -62,7 +62,8 @@ def held_out_losses(
         written = wanted & np.roll(part.answer, -1, 1).ravel()
         sums[-1] += losses[written].sum()
         counts[-1] += written.sum()
-    means = dict(zip([*data.sources, "answers"], (sums / np.maximum(counts, 1)).round(4).tolist(), strict=True))
+    names = [*data.sources, "answers"]
+    means = {name: round(float(sums[i] / counts[i]), 4) for i, name in enumerate(names) if counts[i]}
     return means | {"all": round(float(sums[:-1].sum() / counts[:-1].sum()), 4)}
 
 
@@ -139,7 +140,7 @@ def acceptance(losses: dict[str, float], int4_losses: dict[str, float], answers:
         "int4_within_margin": int4_losses["all"] - losses["all"] <= INT4_LOSS_MARGIN,
         "answers_end": all(a["ended"] for a in answers),
         "answers_vary": all(a["distinct"] >= DISTINCT_SHARE for a in answers),
-        "tool_calls_parse": all(_calls_declared(a) for a in with_tools),
+        "tool_calls_parse": bool(with_tools) and all(_calls_declared(a) for a in with_tools),
     }
 
 
@@ -157,10 +158,10 @@ def report(
     """Everything measured after training. `quick` asks fewer questions and reads less text, for a CPU."""
     held_out = TokenData.load(data_folder / "held_out.tokens.xz")
     if quick:
-        held_out = first_documents(held_out, 60)
+        held_out = first_documents(held_out, 24)
     plain = held_out_losses(model, held_out, row_length, False, device)
     int4 = held_out_losses(model, held_out, row_length, True, device)
-    answers = sample_answers(model, renderer, device, *((24, 3) if quick else ()))
+    answers = sample_answers(model, renderer, device, *((16, 2) if quick else ()))
     return {
         "held_out_loss_bf16": plain,
         "held_out_loss_int4": int4,

@@ -1,6 +1,6 @@
 """Trains the tiny checkpoint within a wall-clock budget and exports it.
 
-    python -m models.kimi_k25.training.train --minutes 7.5 --out OUT          # one GPU
+    python -m models.kimi_k25.training.train --minutes 8.3 --out OUT          # one GPU
     python -m models.kimi_k25.training.train --smoke --out OUT                # times the steps of each attention
     python -m models.kimi_k25.training.train --device cpu --minutes 10 --out OUT
 
@@ -46,7 +46,7 @@ class Log:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="wall-clock budget of training, compilation included"
+        "--minutes", type=float, default=8.3, help="wall-clock budget of training, compilation included"
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--data", type=Path, default=Path(".train-data"))
