@@ -65,7 +65,8 @@ def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer.from_directory(directory)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} entries, but the model's vocab_size is {vocab_size}."
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} entries, more than the model's vocab_size of "
+            f"{vocab_size}."
         )
     return tokenizer
 
