@@ -154,7 +154,9 @@ def test_ids_of_equal_text_keep_their_own_entries(tokenizer):
 
 
 def prompt_chunk(first: int, count: int) -> PromptLogprobs:
-    return PromptLogprobs(first, SampledLogprobs([-float(first + i) for i in range(count)], [1] * count, [[]] * count, [[]] * count))
+    return PromptLogprobs(
+        first, SampledLogprobs([-float(first + i) for i in range(count)], [1] * count, [[]] * count, [[]] * count)
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def oracle_shape(row: list[float], request: Request) -> list[float]:
     for token, bias in (params.logit_bias or {}).items():
         row[token] += bias
     for token in set(request.prompt_token_ids + request.output_token_ids):
-        row[token] = row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        row[token] = (
+            row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        )
     for token in set(request.output_token_ids):
         row[token] -= params.frequency_penalty * request.output_token_ids.count(token) + params.presence_penalty
     return row

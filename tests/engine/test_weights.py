@@ -6,10 +6,10 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from engine.weights import CheckpointError
 
 from engine import LLM, SamplingParams
 from engine.config import ConfigError
+from engine.weights import CheckpointError
 from tests import oracle
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.damage import DAMAGES
