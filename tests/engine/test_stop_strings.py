@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -34,7 +35,7 @@ def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | 
 
 def cut(text: str, places: list[int]) -> list[str]:
     borders = [0, *sorted(p % (len(text) + 1) for p in places), len(text)]
-    return [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(borders)]
 
 
 @given(texts, stops_lists, st.booleans(), st.lists(st.integers(0, 24), max_size=8))
