@@ -48,7 +48,9 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
 def test_spellings_of_the_same():
     assert SamplingParams(stop="a").stop == SamplingParams(stop=("a",)).stop == ["a"]
     assert SamplingParams(stop=None).stop == [] and SamplingParams(top_k=-1).top_k == 0
-    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0} and SamplingParams(logit_bias={}).logit_bias is None
+    assert (
+        SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0} and SamplingParams(logit_bias={}).logit_bias is None
+    )
     assert SamplingParams(min_tokens=16).min_tokens == 16 and SamplingParams(max_tokens=None, min_tokens=99)
 
 
