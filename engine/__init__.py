@@ -3,8 +3,9 @@
 The public names load lazily, so that importing a leaf such as `engine.comm` does not pull in the whole engine.
 """
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+from engine.version import __version__
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str):

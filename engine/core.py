@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.chat_template import ChatTemplate
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
@@ -21,7 +20,6 @@ from engine.model_runner import BLOCK_SIZE, ModelRunner, ModelRunnerOutput
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
-from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,7 @@ class EngineCore:
         on_shutdown: Callable[[], None] = lambda: None,
     ):
         self.config = config
-        self.tokenizer = Tokenizer.from_directory(files.directory)
-        self.chat_template = ChatTemplate.from_directory(files.directory, files.entry.declare_tools)
+        self.tokenizer, self.chat_template = files.tokenizer, files.chat_template
         self.generation_defaults = {
             k: v for k, v in files.generation_config.items() if k in ("temperature", "top_p", "top_k", "min_p")
         }
@@ -87,9 +84,7 @@ class EngineCore:
         self.max_model_len = runner.max_model_len
         self.vocab_size = files.model_config.vocab_size
         self.replica = Replica(config, runner)
-        tokenizer = self.tokenizer
-        ends = {tokenizer.eos_id, tokenizer.im_end_id, tokenizer.eot_id} - {None}
-        self._eos_token_ids = files.eos_token_ids | ends
+        self._eos_token_ids = files.eos_token_ids
         self._control = control
         self._on_shutdown = on_shutdown
         self._outputs = OutputProcessor(self.tokenizer)

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import models
+from engine.chat_template import ChatTemplate
 from engine.config import ConfigError, EngineConfig
+from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What config.json and generation_config.json say; everything that is known before any weight is read."""
+    """Everything that is known, and can be found wrong, before any weight is read."""
 
     directory: Path
     entry: models.ModelEntry
     model_config: Any
     generation_config: dict[str, Any]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
 
     @classmethod
     def read(cls, config: EngineConfig) -> ModelFiles:
@@ -39,14 +43,32 @@ class ModelFiles:
         except ValueError as error:
             raise ConfigError(f"{directory}: {error}") from error
         generation = directory / "generation_config.json"
-        return cls(directory, entry, model_config, read_json(generation) if generation.is_file() else {})
+        return cls(
+            directory,
+            entry,
+            model_config,
+            read_json(generation) if generation.is_file() else {},
+            _tokenizer(directory, model_config.vocab_size),
+            ChatTemplate.from_directory(directory, entry.declare_tools),
+        )
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a sequence: both files may name some, and each counts."""
+        """The ids that end a sequence: both config files and the tokenizer may name some, and each counts."""
         value = self.generation_config.get("eos_token_id")
         listed = value if isinstance(value, list) else [value]
-        return frozenset(i for i in (*listed, *self.model_config.eos_token_ids) if isinstance(i, int))
+        ends = (self.tokenizer.eos_id, self.tokenizer.im_end_id, self.tokenizer.eot_id)
+        return frozenset(i for i in (*listed, *self.model_config.eos_token_ids, *ends) if isinstance(i, int))
+
+
+def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer.from_directory(directory)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} entries, more than the model's vocab_size of "
+            f"{vocab_size}."
+        )
+    return tokenizer
 
 
 def _override(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -231,15 +231,12 @@ def read_ranks(path: str | Path) -> list[bytes]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"Cannot read the tokenizer file {path}: {error.strerror or error}.") from error
-    found: dict[int, bytes] = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            rank, token = _parse_rank(line, number, path)
-            found[rank] = token
-    ranks = [found[rank] for rank in sorted(found)]
-    if sorted(found) != list(range(len(lines))) or len(set(ranks)) != len(ranks):
+    pairs = sorted(_parse_rank(line, number, path) for number, line in enumerate(lines, 1) if line.strip())
+    ranks = [token for _, token in pairs]
+    known = set(ranks)
+    if [rank for rank, _ in pairs] != list(range(len(pairs))) or len(known) != len(ranks):
         raise ConfigError(f"{path} does not give each rank from 0 on to one token; get the file again.")
-    missing = [byte for byte in range(256) if bytes([byte]) not in set(ranks)]
+    missing = [byte for byte in range(256) if bytes([byte]) not in known]
     if missing:
         raise ConfigError(f"{path} has no token for byte {missing[0]}; get the file again.")
     return ranks
@@ -274,21 +271,26 @@ def _special_tokens(config: dict, num_ranks: int, path: Path) -> tuple[dict[str,
     }
     names = {num_ranks + i: f"<|reserved_token_{num_ranks + i}|>" for i in range(NUM_SPECIAL_TOKENS)}
     hidden = set(names)
-    try:
-        for key, entry in entries.items():
-            token_id, name = int(key), entry["content"]
-            name.encode()
-            if token_id < num_ranks:
-                raise ConfigError(f"{path} puts {name!r} at id {token_id}, which is an ordinary token.")
-            if token_id in names:
-                names[token_id] = name
-                if not entry.get("special", name not in VISIBLE_MARKERS):
-                    hidden.discard(token_id)
-    except (AttributeError, KeyError, TypeError, UnicodeError) as error:
-        raise ConfigError(f"{path}: added_tokens_decoder must map ids to objects with a 'content' text.") from error
+    for token_id, name, special in _added_tokens(entries, path):
+        if token_id < num_ranks:
+            raise ConfigError(f"{path} puts {name!r} at id {token_id}, which is an ordinary token.")
+        if token_id in names:
+            names[token_id] = name
+            if not special:
+                hidden.discard(token_id)
     special_tokens = {name: token_id for token_id, name in names.items()}
     _check_names(special_tokens, path)
     return special_tokens, hidden
+
+
+def _added_tokens(entries: Any, path: Path) -> list[tuple[int, str, bool]]:
+    try:
+        items = [(int(key), entry["content"], entry) for key, entry in entries.items()]
+        for _, name, _ in items:
+            name.encode()
+        return [(i, name, bool(entry.get("special", name not in VISIBLE_MARKERS))) for i, name, entry in items]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: added_tokens_decoder must map ids to objects with a 'content' text.") from error
 
 
 def _check_names(special_tokens: dict[str, int], path: Path) -> None:

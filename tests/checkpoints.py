@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from engine.config import TINY_CHECKPOINT
-from tests.tiny_vocabulary import NUM_SPECIALS, num_ranks, write_tokenizer
+from tests.tokenizers import byte_ranks, write_tokenizer
 
 GROUP_SIZE = 32
+NUM_SPECIALS = 256
+MERGES = ["".join(pair) for pair in product("etaoinsh", repeat=2)]
 VISION = {"hidden": 32, "heads": 2, "layers": 1, "intermediate": 48, "grid": 4, "patch": 2}
 
 
@@ -42,12 +45,17 @@ class Shape:
     v_head_dim: int
     n_shared_experts: int = 1
     first_k_dense_replace: int = 1
-    num_merges: int = 64
+    num_merges: int = len(MERGES)
     max_position_embeddings: int = 4096
 
     @property
+    def num_ranks(self) -> int:
+        """Ordinary tokens; the special ids follow."""
+        return 256 + self.num_merges
+
+    @property
     def vocab_size(self) -> int:
-        return num_ranks(self.num_merges) + NUM_SPECIALS
+        return self.num_ranks + NUM_SPECIALS
 
 
 SMALL = Shape("small", 64, 2, 128, 64, 8, 2, 4, 32, 32, 16, 8, 16)
@@ -57,7 +65,7 @@ SHAPES = (SMALL, WIDE, TRUE_HEADS)
 
 
 def pack_int4(q_OI: torch.Tensor) -> torch.Tensor:
-    """Integers -8..7 [out, in] to int32 words [out, in / 8]: stored nibble = value + 8, lowest nibble = lowest column."""
+    """Integers -8..7 [out, in] to int32 words [out, in / 8]: nibble = value + 8, lowest nibble = lowest column."""
     nibbles = (q_OI.to(torch.int64) + 8).reshape(q_OI.shape[0], -1, 8)
     words = (nibbles << (4 * torch.arange(8))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
@@ -227,7 +235,7 @@ QUANTIZATION = {
 
 def text_config(s: Shape, quant: str, model_type: str, rope_spelling: str) -> dict:
     """The `text_config` of kimi_k25, or the whole config of a plain text checkpoint."""
-    base = num_ranks(s.num_merges)
+    base = s.num_ranks
     sizes = {key: getattr(s, key) for key in Shape.__dataclass_fields__ if key not in ("name", "num_merges")}
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -299,7 +307,7 @@ def model_config(s: Shape, quant: str, wrapper: str, rope_spelling: str, dtype_k
         dtype_key: "bfloat16",
         **kept,
         "ignore_index": -100,
-        "media_placeholder_token_id": num_ranks(s.num_merges) + 21,
+        "media_placeholder_token_id": s.num_ranks + 21,
         "tie_word_embeddings": False,
         "use_unified_vision_chunk": True,
         "video_placeholder": "<|kimi_k25_video_placeholder|>",
@@ -352,7 +360,7 @@ def build_checkpoint(
     config = model_config(shape, quant, wrapper, rope_spelling, dtype_key)
     config.get("text_config", config).update(config_changes)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    write_tokenizer(directory, shape.num_merges)
+    write_tokenizer(directory, byte_ranks(MERGES[: shape.num_merges]))
     template = TINY_CHECKPOINT / "chat_template.jinja"
     if template.is_file():
         shutil.copy(template, directory)

@@ -1,4 +1,4 @@
-"""The implementation that is not ours: transformers' two classes for this architecture, in float32 with eager attention.
+"""The implementation that is not ours: transformers' two classes of this architecture, float32, eager attention.
 
 Weights come from the directory by this file's own reader. An INT4 weight is (nibble - 8) * scale computed in float32;
 that product has at most 11 significant bits, so float32 holds it exactly, and it stays float32 here as it does in an

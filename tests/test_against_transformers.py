@@ -28,7 +28,6 @@ from engine import LLM, SamplingParams
 from tests import oracle
 from tests.checkpoints import SHAPES, SMALL, TRUE_HEADS, Shape, build_checkpoint, text_tensors, write_tensors
 from tests.deviations import FAULTS
-from tests.tiny_vocabulary import num_ranks
 
 TOLERANCE = 1e-3
 TOP = 20
@@ -227,8 +226,7 @@ def test_vision_tensors_are_skipped_with_one_line(tmp_path, caplog):
 @pytest.mark.parametrize("end", ["[EOS]", "<|im_end|>", "[EOT]"])
 def test_every_end_token_stops(tmp_path, end):
     """Trap 6: the config names [EOS] alone, a chat turn ends with <|im_end|>, and [EOT] ends an answer too."""
-    base = num_ranks(SMALL.num_merges)
-    end_id = base + {"[EOS]": 1, "<|im_end|>": 2, "[EOT]": 9}[end]
+    end_id = SMALL.num_ranks + {"[EOS]": 1, "<|im_end|>": 2, "[EOT]": 9}[end]
     build_checkpoint(tmp_path, SMALL)
     prompt = oracle.prompts()[1]
     first = oracle.greedy(oracle.deepseek_v3(tmp_path), [prompt], 1)[0][0]

@@ -115,6 +115,16 @@ def test_the_trained_checkpoint_answers_the_same_on_every_world(world):
     assert tokens == tokens_of_one_rank(TINY_CHECKPOINT, json.dumps(TINY_PROMPTS))
 
 
+@pytest.fixture
+def no_process_starts(monkeypatch):
+    """A setting that cannot work is refused at once, not by ranks that were started for nothing."""
+
+    def refuse(*_args, **_settings):
+        raise AssertionError("a rank was started before the settings were checked")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
 def refusal(directory: Path, **settings) -> str:
     with pytest.raises(ConfigError) as caught:
         LLM(model=str(directory), device="cpu", dtype="float32", num_threads=1, **settings)
@@ -123,32 +133,37 @@ def refusal(directory: Path, **settings) -> str:
     return message
 
 
-def test_tp_must_divide_the_heads(tmp_path):
+def test_tp_must_divide_the_heads(no_process_starts, tmp_path):
     message = refusal(build_checkpoint(tmp_path, TRUE_HEADS), tp=3)
     assert "tp" in message and "3" in message and "8" in message and "head" in message
 
 
-def test_ep_must_divide_tp(tmp_path):
+def test_ep_must_divide_tp(no_process_starts, tmp_path):
     message = refusal(build_checkpoint(tmp_path, TRUE_HEADS), tp=4, ep=3)
     assert "ep=3" in message and "tp=4" in message
 
 
-def test_ep_must_divide_the_experts(tmp_path):
+def test_ep_must_divide_the_experts(no_process_starts, tmp_path):
     directory = build_checkpoint(tmp_path, scaled(TRUE_HEADS, n_routed_experts=12, num_hidden_layers=2))
     message = refusal(directory, tp=8, ep=8)
     assert "8" in message and "12" in message and "expert" in message
 
 
 @pytest.mark.parametrize(
-    ("shape", "tp", "numbers"), [(SMALL, 4, ("64", "4", "16", "32")), (WIDE, 3, ("64", "3", "32"))]
+    ("shape", "tp", "numbers"),
+    [
+        (SMALL, 4, ("64", "4", "16", "32")),
+        (scaled(WIDE, intermediate_size=192, n_shared_experts=3), 3, ("64", "3", "32")),
+    ],
+    ids=["half_a_group", "no_whole_column"],
 )
-def test_an_expert_slice_must_be_whole_groups(tmp_path, shape, tp, numbers):
+def test_an_expert_slice_must_be_whole_groups(no_process_starts, tmp_path, shape, tp, numbers):
     """The message shows the sum: 64 columns over 4 ranks are 16 each, not a multiple of 32."""
     message = refusal(build_checkpoint(tmp_path, shape), tp=tp, ep=1)
     assert all(number in message for number in numbers), message
 
 
 @pytest.mark.parametrize("name", ["no_such_dispatcher", ""])
-def test_an_unknown_dispatcher_is_refused_with_the_known_ones(tmp_path, name):
+def test_an_unknown_dispatcher_is_refused_with_the_known_ones(no_process_starts, tmp_path, name):
     message = refusal(build_checkpoint(tmp_path, SMALL), tp=2, ep=2, moe_comm=name)
     assert all(known in message for known in DISPATCHERS)

@@ -1,4 +1,4 @@
-"""The other side of the cpu comparison: transformers' own model, on the same checkpoint with its experts dequantised."""
+"""The other side of the cpu comparison: transformers' own model on the same checkpoint, its experts dequantised."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class _Writer:
     def _fields(self, schema: dict, indent: str) -> dict[str, str]:
         properties = schema.get("properties", {})
         required = set(schema.get("required", [])) if properties else set()
-        return {name: self._field(name, properties[name], name in required, indent) for name in properties}
+        return {name: self._field(name, field, name in required, indent) for name, field in properties.items()}
 
     def _field(self, name: str, schema: Any, required: bool, indent: str) -> str:
         lines = _comments(schema, indent)

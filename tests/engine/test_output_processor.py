@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.tiny_vocabulary import num_ranks, write_tokenizer
 
 from engine.model_runner import ModelRunnerOutput, PromptLogprobs
 from engine.output_processor import OutputProcessor
@@ -10,7 +11,6 @@ from engine.request import Request, SamplingParams
 from engine.sampling import SampledLogprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.tokenizer import Tokenizer
-from tests.tiny_vocabulary import num_ranks, write_tokenizer
 
 IM_END = num_ranks(64) + 2
 

@@ -1,0 +1,98 @@
+"""Puts the routes together: `create_app` is all that a launcher needs besides uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+
+from engine.server import info, responses
+from engine.server.chat import create_chat_completion
+from engine.server.client import EngineClient
+from engine.server.completions import create_completion
+from engine.server.context import ServerContext
+from engine.server.errors import install_error_handlers
+from engine.server.middleware import ApiKeyMiddleware, RequestMiddleware
+from engine.server.openapi import body_of, install_openapi
+from engine.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from engine.server.responses import errors
+from engine.version import __version__
+
+MAX_BODY_BYTES = 32 * 2**20
+POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
+
+
+def _stream_of(name: str) -> dict:
+    """A 200 that is either the JSON of the response model or a stream of events."""
+    description = f"With stream: true a stream of events, each a {name}, ended by [DONE]."
+    return {200: {"description": description, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+def _router() -> APIRouter:
+    router = APIRouter()
+    posts = (
+        ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, responses.ChatCompletion),
+        ("/v1/completions", create_completion, CompletionRequest, responses.Completion),
+        ("/tokenize", info.tokenize, TokenizeRequest, responses.Tokens),
+        ("/detokenize", info.detokenize, DetokenizeRequest, responses.DetokenizedPrompt),
+    )
+    streamed = {"/v1/chat/completions": "ChatCompletionChunk", "/v1/completions": "Completion"}
+    for path, handler, body, answer in posts:
+        stream = _stream_of(streamed[path]) if path in streamed else {}
+        router.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=answer,
+            openapi_extra=body_of(body),
+            responses=errors(*POST_ERRORS) | stream,
+        )
+    gets = (
+        ("/v1/models", info.list_models, responses.ModelList, (401, 500)),
+        ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (401, 404, 500)),
+        ("/health", info.health, responses.Health, (500, 503)),
+        ("/version", info.version, responses.Version, (401, 500)),
+    )
+    for path, handler, answer, statuses in gets:
+        router.add_api_route(path, handler, methods=["GET"], response_model=answer, responses=errors(*statuses))
+    return router
+
+
+def create_app(
+    client: EngineClient,
+    *,
+    served_model_names: Sequence[str],
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The ASGI app. With `api_keys` every route but /health asks for one of them; the app closes `client` at the end.
+
+    Raises ValueError if there is no model name or a key is empty.
+    """
+    if not served_model_names or not all(served_model_names):
+        raise ValueError("served_model_names needs at least one name, and none may be empty.")
+    if not all(key.strip() for key in api_keys):
+        raise ValueError("An API key is empty; give a key or leave the option out.")
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(client.close)
+
+    app = FastAPI(
+        title="Turnout",
+        version=__version__,
+        description="OpenAI-compatible inference.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes)
+    app.include_router(_router())
+    install_error_handlers(app)
+    install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=tuple(api_keys))
+    app.add_middleware(RequestMiddleware)
+    return app

@@ -1,0 +1,90 @@
+"""The engine requests behind one HTTP call, started together, read as one, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine.request import CompletionDelta, SamplingParams
+from engine.server.client import EngineClient, RequestStream, merge_streams
+from engine.server.protocol import SamplingFields
+from engine.server.usage import UsageCounter
+
+
+class Generation:
+    """`async for number, delta in generation` reads it: `number` is the prompt's place. `close` may be repeated."""
+
+    def __init__(self) -> None:
+        self._wake = asyncio.Event()
+        self._streams: list[RequestStream] = []
+
+    @classmethod
+    async def start(
+        cls, client: EngineClient, request_id: str, jobs: list[tuple[list[int], SamplingParams]]
+    ) -> Generation:
+        """Returns once the engine has accepted every job (prompt token ids, params); one refusal ends them all."""
+        generation = cls()
+        pending = [
+            asyncio.ensure_future(client.generate(f"{request_id}-{i}", ids, params, generation._wake))
+            for i, (ids, params) in enumerate(jobs)
+        ]
+        try:
+            for future in pending:
+                generation._streams.append(await future)
+        except BaseException:
+            for result in await asyncio.gather(*pending, return_exceptions=True):
+                if isinstance(result, RequestStream):
+                    result.close()
+            raise
+        return generation
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, CompletionDelta]]:
+        return merge_streams(self._streams, self._wake)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+@dataclass
+class Envelope:
+    """What every answer and chunk of one call has in common."""
+
+    id: str
+    model: str
+    warnings: list[str]
+    body: SamplingFields
+    usage: UsageCounter
+
+    def __post_init__(self) -> None:
+        self._created = int(time.time())
+        self._first = True
+
+    def answer(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
+        head |= {"usage": self.usage.to_dict()} | more
+        return head | ({"warnings": self.warnings} if self.warnings else {})
+
+    def chunk(self, kind: str, choice: dict[str, Any], **first: Any) -> dict[str, Any]:
+        """One event. The first carries the warnings and `first`; usage comes along if asked for, null until the end."""
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": [choice]}
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            head["usage"] = self.usage.to_dict()
+        elif options is not None and options.include_usage:
+            head["usage"] = None
+        if self._first:
+            head |= first | ({"warnings": self.warnings} if self.warnings else {})
+            self._first = False
+        return head
+
+    def last_chunks(self, kind: str) -> list[dict[str, Any]]:
+        """The usage event, if the request wants one."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": []}
+        return [head | {"usage": self.usage.to_dict()}]

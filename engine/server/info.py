@@ -1,0 +1,84 @@
+"""The small routes: models, health, version, and the tokenizer from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from engine.server.chat import encode_chat
+from engine.server.context import ServerContext, new_id
+from engine.server.errors import ENGINE_DEAD_MESSAGE, ApiError, bad_request
+from engine.server.fields import check_extra_fields
+from engine.server.protocol import DetokenizeRequest, RequestModel, TokenizeRequest
+from engine.server.transport import json_response
+from engine.version import __version__
+
+
+def _card(context: ServerContext, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "turnout",
+        "root": context.client.model_name,
+        "max_model_len": context.client.max_model_len,
+    }
+
+
+async def list_models(request: Request) -> Response:
+    context = ServerContext.of(request)
+    return json_response({"object": "list", "data": [_card(context, n) for n in context.served_model_names]})
+
+
+async def get_model(request: Request, model_id: str) -> Response:
+    context = ServerContext.of(request)
+    return json_response(_card(context, context.resolve_model(model_id)))
+
+
+async def health(request: Request) -> Response:
+    """200 while requests can be served, 503 from the moment the engine has failed. Needs no key."""
+    if not ServerContext.of(request).client.is_healthy:
+        raise ApiError(503, ENGINE_DEAD_MESSAGE, code="engine_dead")
+    return json_response({"status": "ok"})
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+def _with_warnings(answer: dict[str, Any], body: RequestModel) -> Response:
+    warnings = check_extra_fields(body, new_id("tok"))
+    return json_response(answer | ({"warnings": warnings} if warnings else {}))
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of `prompt` as /v1/completions reads it, or of `messages` (and `tools`) as a chat."""
+    context = ServerContext.of(request)
+    body = await context.read(request, TokenizeRequest)
+    context.resolve_model(body.model)
+    client = context.client
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Give either prompt or messages.", "prompt")
+    if body.prompt is not None:
+        tokens = await asyncio.to_thread(client.tokenizer.encode, body.prompt, allow_special=True)
+    else:
+        tokens = (await encode_chat(client, body, body.add_generation_prompt is not False)).token_ids
+    return _with_warnings({"tokens": tokens, "count": len(tokens), "max_model_len": client.max_model_len}, body)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of `tokens`, special tokens shown."""
+    context = ServerContext.of(request)
+    body = await context.read(request, DetokenizeRequest)
+    context.resolve_model(body.model)
+    size = context.client.vocab_size
+    for i, token in enumerate(body.tokens):
+        if not 0 <= token < size:
+            raise bad_request(
+                f"tokens[{i}] is {token}, but the vocabulary has the ids 0 to {size - 1}.", f"tokens[{i}]"
+            )
+    text = await asyncio.to_thread(context.client.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return _with_warnings({"prompt": text}, body)

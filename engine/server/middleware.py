@@ -1,0 +1,84 @@
+"""Around every request: its id, its line in the access log, the API key, and the last resort for failures."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.server.context import new_id
+from engine.server.errors import ApiError, as_api_error
+from engine.server.transport import OUTCOME
+
+logger = logging.getLogger("turnout.access")
+
+OPEN_PATH = "/health"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
+
+
+class RequestMiddleware:
+    """Gives every response an `X-Request-Id`, the client's if it sent a sane one, and logs one line, never a prompt."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else new_id("req")
+        started, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:  # in the middle of its own request
+            scope[OUTCOME] = "disconnected"
+        except Exception as exc:
+            error = as_api_error(exc)  # logs it
+            if status:
+                raise
+            await error.response()(scope, receive, send_with_id)
+        finally:
+            elapsed = 1000 * (time.perf_counter() - started)
+            outcome = scope.get(OUTCOME, "ok" if 0 < status < 400 else "refused")
+            # ascii(): a path may hold anything, a log line must stay one line.
+            path = ascii(scope["path"])[1:-1]
+            logger.info("%s %s %d %s %.0f ms %s", scope["method"], path, status, outcome, elapsed, request_id)
+
+
+class ApiKeyMiddleware:
+    """Lets nothing but /health through without one of the keys, unknown routes and the OpenAPI page included."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._knows(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        message = "The API key is absent or wrong; send the header Authorization: Bearer KEY."
+        error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        await error.response()(scope, receive, send)
+
+    def _knows(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        # Compares with every key: the time taken tells nothing about them.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)

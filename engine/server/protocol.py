@@ -1,0 +1,146 @@
+"""The requests we take, as OpenAI and vLLM name them. Types are strict: "5" is no number and true is no 1.
+
+null means absent everywhere. Ranges are checked once, in `SamplingParams` and where messages are rendered; here they
+stand in the schema alone, for the OpenAPI page. Fields that no model here names stay in
+`model_extra`, where `fields.py` refuses or reports them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from engine.chat_messages import ROLES
+from engine.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TEXT = {"type": "string", "minLength": 1}
+INTEGER_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+STRING_LIST = {"type": "array", "items": TEXT, "minItems": 1}
+STOP_LIST = {"type": "array", "items": TEXT, "maxItems": MAX_STOP_STRINGS}
+TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}, {"type": "null"}]},
+    },
+    "required": ["role"],
+}
+
+
+def documented(**schema: Any) -> Any:
+    """An optional field whose limits the schema names."""
+    return Field(None, json_schema_extra=schema)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _check_stop(value: Any) -> Any:
+    if value is None or isinstance(value, str) or _is_strings(value):
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, str) or _is_ids(value) or _is_strings(value):
+        return value
+    if isinstance(value, list) and all(_is_ids(item) for item in value):
+        return value
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+
+
+Stop = Annotated[Any, PlainValidator(_check_stop), WithJsonSchema({"anyOf": [TEXT, STOP_LIST, {"type": "null"}]})]
+Prompt = Annotated[
+    Any,
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {"anyOf": [TEXT, STRING_LIST, INTEGER_LIST, {"type": "array", "items": INTEGER_LIST, "minItems": 1}]}
+    ),
+]
+
+
+class RequestModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(RequestModel):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    n: int | None = documented(minimum=1, maximum=MAX_N)
+    temperature: float | None = documented(minimum=0, maximum=2)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    top_k: int | None = documented(minimum=-1)
+    min_p: float | None = documented(minimum=0, maximum=1)
+    seed: int | None = documented(minimum=-(2**63), maximum=2**63 - 1)
+    presence_penalty: float | None = documented(minimum=-2, maximum=2)
+    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
+    repetition_penalty: float | None = documented(exclusiveMinimum=0, maximum=10)
+    logit_bias: dict[str, float] | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = documented(items={"type": "integer", "minimum": 0})
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = documented(minimum=0)
+    max_tokens: int | None = documented(minimum=0)
+    prompt_logprobs: int | None = documented(minimum=0, maximum=MAX_LOGPROBS)
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class ChatFields(RequestModel):
+    """What decides the prompt of a chat; /tokenize takes the same."""
+
+    messages: list[dict[str, Any]] = Field(json_schema_extra={"minItems": 1, "items": MESSAGE})
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = documented(enum=[*EFFORTS, None])
+
+
+class ChatCompletionRequest(ChatFields, SamplingFields):
+    max_completion_tokens: int | None = documented(minimum=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = documented(minimum=0, maximum=MAX_LOGPROBS)
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = documented(minimum=0, maximum=MAX_LOGPROBS)
+
+
+class TokenizeRequest(ChatFields):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = documented(items=MESSAGE)
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    model: str | None = None
+    tokens: list[int] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})

@@ -1,0 +1,175 @@
+"""The shape of what we answer, for the OpenAPI page; the tests hold every answer against it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ResponseModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ErrorDetail(ResponseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(ResponseModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(ResponseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(ResponseModel):
+    reasoning_tokens: int
+
+
+class Usage(ResponseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TokenLogprob(ResponseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(ResponseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(ResponseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatMessage(ResponseModel):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None = None
+    refusal: None = None
+
+
+class ChoiceBase(ResponseModel):
+    index: int
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChoice(ChoiceBase):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatDelta(ResponseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatChunkChoice(ChoiceBase):
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class Answer(ResponseModel):
+    """`warnings` lists what was ignored in the request, e.g. a misspelt field."""
+
+    id: str
+    created: int
+    model: str
+    warnings: list[str] | None = None
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(Answer):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(ResponseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ChoiceBase):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(ResponseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(ResponseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(ResponseModel):
+    status: Literal["ok"]
+
+
+class Version(ResponseModel):
+    version: str
+
+
+class Tokens(ResponseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    warnings: list[str] | None = None
+
+
+class DetokenizedPrompt(ResponseModel):
+    prompt: str
+    warnings: list[str] | None = None
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` argument of a route that may fail with these statuses."""
+    return {status: {"model": ErrorResponse} for status in statuses}

@@ -1,0 +1,35 @@
+"""Token counts, the same in streams and single answers.
+
+`completion_tokens` counts every id the model generated, the end token included, over all choices. `prompt_tokens`
+counts each prompt once. `reasoning_tokens` runs up to and including `</think>`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from engine.request import CompletionDelta
+
+
+class UsageCounter:
+    def __init__(self, num_prompt_tokens: int):
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_completion_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._cached: dict[str, int] = defaultdict(int)
+
+    def push(self, delta: CompletionDelta) -> None:
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.metrics is not None:
+            seen = self._cached[delta.request_id]
+            self._cached[delta.request_id] = max(seen, delta.metrics.num_cached_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+        }

@@ -1,0 +1,3 @@
+"""The version of the project, where everything may read it."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,175 @@
+"""An engine core without a model: each request emits the token ids of a script, with the text rules of the real one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.request import CompletionDelta, InvalidRequestError, Logprob, RequestMetrics, SamplingParams
+from engine.tokenizer import IncrementalDecoder
+
+
+@dataclass
+class FakeSequence:
+    request_id: str
+    index: int
+    params: SamplingParams
+    script: deque[int]
+    decoder: IncrementalDecoder
+    num_tokens: int = 0
+    held: str = ""
+    prompt_logprobs: list | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.index
+
+
+@dataclass
+class FakeCore:
+    """`scripts` are taken in order, one for each choice; when they run out, `default_script` is used.
+
+    Each step gives every running choice `tokens_per_step` tokens. `gate`, if set, lets one step pass per release;
+    `fail_at` is the number of the step that raises.
+    """
+
+    tokenizer: object
+    chat_template: object
+    max_model_len: int = 256
+    model_name: str = "tiny"
+    generation_defaults: dict = field(default_factory=dict)
+    default_script: list[int] = field(default_factory=list)
+    tokens_per_step: int = 1
+    gate: threading.Semaphore | None = None
+    fail_at: int | None = None
+    num_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.tokenizer.vocab_size
+        self.scripts: deque[list[int]] = deque()
+        self.running: dict[tuple[str, int], FakeSequence] = {}
+        self.requests: list[tuple[str, list[int], SamplingParams]] = []
+        self.aborted: list[str] = []
+        self.num_steps = 0
+        self.is_shut_down = False
+        self.changed = threading.Condition()
+        self.threads: set[int] = set()
+        self.failure: str | None = None
+
+    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.threads.add(threading.get_ident())
+        params.check_vocab(self.vocab_size)
+        if not all(0 <= token < self.vocab_size for token in prompt_token_ids):
+            raise InvalidRequestError("prompt holds a token id outside the vocabulary.", param="prompt")
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.requests.append((request_id, prompt_token_ids, params))
+        for index in range(params.n):
+            script = deque(self.scripts.popleft() if self.scripts else self.default_script)
+            decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens)
+            sequence = FakeSequence(request_id, index, params, script, decoder)
+            if params.prompt_logprobs is not None:
+                sequence.prompt_logprobs = self._prompt_logprobs(prompt_token_ids, params.prompt_logprobs)
+            self.running[sequence.key] = sequence
+        with self.changed:
+            self.changed.notify_all()
+
+    def abort_request(self, request_id: str) -> None:
+        with self.changed:
+            self.aborted.append(request_id)
+            self.running = {key: s for key, s in self.running.items() if s.request_id != request_id}
+            self.changed.notify_all()
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running)
+
+    def step(self) -> list[CompletionDelta]:
+        # The timeout lets aborts and the end of the client through while a test holds the gate.
+        if self.gate is not None and not self.gate.acquire(timeout=0.02):
+            return []
+        self.threads.add(threading.get_ident())
+        self.num_steps += 1
+        if self.num_steps == self.fail_at:
+            raise RuntimeError("secret detail of rank 3")
+        deltas = [self._advance(sequence) for sequence in list(self.running.values())]
+        with self.changed:
+            self.changed.notify_all()
+        return deltas
+
+    def on_failure(self, callback) -> None:
+        self._on_failure = callback
+
+    def lose_a_rank(self) -> None:
+        """What the real core does from another thread when a rank dies, whether or not a step runs."""
+        self.failure = "secret: rank 1 was killed"
+        self._on_failure()
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def wait_for(self, condition) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=10), "the core never got there"
+
+    def _advance(self, sequence: FakeSequence) -> CompletionDelta:
+        params, token_ids, text, reason, stop_reason = sequence.params, [], "", None, None
+        stops = {self.tokenizer.im_end_id: None} | {token: token for token in params.stop_token_ids}
+        for _ in range(self.tokens_per_step):
+            token = sequence.script.popleft() if sequence.script else self.tokenizer.im_end_id
+            token_ids.append(token)
+            sequence.num_tokens += 1
+            if token in stops and not params.ignore_eos:
+                reason, stop_reason = "stop", stops[token]
+                text += sequence.decoder.finish()
+            else:
+                text += sequence.decoder.push([token])
+                if sequence.num_tokens == params.max_tokens:
+                    reason = "length"
+                    text += sequence.decoder.finish()
+            if reason:
+                break
+        text, stop_string = self._apply_stop(sequence, text, reason is not None)
+        if stop_string is not None:
+            reason, stop_reason = "stop", stop_string
+        if reason is not None:
+            del self.running[sequence.key]
+        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [self._logprobs(token, params.logprobs) for token in token_ids]
+        metrics = RequestMetrics(num_cached_tokens=self.num_cached_tokens) if reason else None
+        return CompletionDelta(
+            sequence.request_id,
+            sequence.index,
+            text,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            reason,
+            stop_reason,
+            metrics,
+        )
+
+    def _apply_stop(self, sequence: FakeSequence, text: str, last: bool) -> tuple[str, str | None]:
+        text, sequence.held = sequence.held + text, ""
+        found = [(text.index(stop), stop) for stop in sequence.params.stop if stop in text]
+        if found:
+            position, stop = min(found)
+            return text[: position + len(stop) * sequence.params.include_stop_str_in_output], stop
+        beginnings = [stop[:n] for stop in sequence.params.stop for n in range(1, len(stop))]
+        held = max((len(b) for b in beginnings if text.endswith(b)), default=0)
+        if held and not last:
+            text, sequence.held = text[:-held], text[-held:]
+        return text, None
+
+    def _logprobs(self, token: int, count: int) -> dict[int, Logprob]:
+        """The token is the most likely one, its successors follow; the last is impossible."""
+        ids = [(token + i) % self.vocab_size for i in range(max(count, 1))]
+        values = [-0.5 * i for i in range(len(ids))]
+        if count > 2:
+            values[-1] = float("-inf")
+        return {t: Logprob(v, i + 1) for i, (t, v) in enumerate(zip(ids, values, strict=True))}
+
+    def _prompt_logprobs(self, prompt: list[int], count: int) -> list[dict[int, Logprob] | None]:
+        return [None, *(self._logprobs(token, count) for token in prompt[1:])]
