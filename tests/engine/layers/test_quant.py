@@ -78,5 +78,6 @@ def test_slices_that_cut_a_group_are_refused():
 def test_the_storage_is_told_by_the_tensors():
     assert detect_storage(["a.mlp.experts.0.up_proj.weight_packed", "a.norm.weight"]) == "int4"
     assert detect_storage(["a.mlp.experts.0.up_proj.weight"]) == "float"
-    with pytest.raises(ValueError, match="FP8"):
-        detect_storage(["a.mlp.experts.0.up_proj.weight", "a.mlp.experts.0.up_proj.weight_scale_inv"])
+    for stored in ("weight", "weight_packed"):
+        with pytest.raises(ValueError, match="FP8"):
+            detect_storage([f"a.mlp.experts.0.up_proj.{stored}", "a.mlp.gate_proj.weight_scale_inv"])
