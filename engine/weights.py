@@ -115,7 +115,11 @@ class Checkpoint:
                 for name in names:
                     spec = specs[name]
                     view = reader.get_slice(name)
-                    spec.store(view[spec.part] if spec.part else reader.get_tensor(name))
+                    value = view[spec.part] if spec.part else reader.get_tensor(name)
+                    try:
+                        spec.store(value)
+                    except ValueError as error:
+                        raise CheckpointError(f"{file.name}: {error}") from error
 
     def _by_file(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
         files: dict[Path, list[str]] = {}

@@ -129,12 +129,10 @@ def detect_storage(names: list[str]) -> str:
 
     Raises ValueError naming a storage that is not supported.
     """
-    experts = [name for name in names if ".mlp.experts." in name]
-    if any(name.endswith(".weight_packed") for name in experts):
-        return "int4"
     if any(name.endswith(".weight_scale_inv") for name in names):
         raise ValueError(
             "the weights are FP8 in 128x128 blocks (weight_scale_inv), which is not supported; "
             "use a BF16 or an INT4 pack-quantized checkpoint."
         )
-    return "float"
+    packed = any(".mlp.experts." in name and name.endswith(".weight_packed") for name in names)
+    return "int4" if packed else "float"
