@@ -60,6 +60,11 @@ class KimiConfig:
             raise ValueError("text_config must be an object.")
         _refuse_unknown_math(text)
         values = {name: _count(text, name) for name in _COUNTS}
+        if values["num_experts_per_tok"] > values["n_routed_experts"]:
+            raise ValueError(
+                f"config.json: num_experts_per_tok={values['num_experts_per_tok']} is more than "
+                f"n_routed_experts={values['n_routed_experts']}."
+            )
         return cls(
             **values,
             q_lora_rank=None if text.get("q_lora_rank") is None else _count(text, "q_lora_rank"),
