@@ -64,7 +64,7 @@ def test_ranks_partials_sum_to_the_whole(storage, tp, ep):
 
 def test_a_weight_shape_that_disagrees_is_refused():
     specs = EXPERT_STORAGE["int4"](EXPERTS, WIDTH, INNER, ParallelState(), torch.float32).specs("x.")
-    with pytest.raises(ValueError, match=r"x\.2\.up_proj\.weight_shape says \[64, 128\]"):
+    with pytest.raises(ValueError, match=r"says \[64, 128\]"):
         specs["x.2.up_proj.weight_shape"].store(torch.tensor([64, 128]))
 
 
