@@ -10,7 +10,7 @@ from engine.request import Request, SamplingParams
 from engine.sampling import SampledLogprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.tokenizer import Tokenizer
-from tests.tokenizers import write_tokenizer
+from tests.tokenizers import byte_ranks, write_tokenizer
 
 IM_END = 258  # 256 bytes, then the third special id
 
@@ -18,7 +18,7 @@ IM_END = 258  # 256 bytes, then the third special id
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
+    write_tokenizer(directory, byte_ranks([]))
     return Tokenizer.from_directory(directory)
 
 
