@@ -25,7 +25,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore, Replica
 from engine.log import logger
 from engine.model_files import ModelFiles
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, check_model
 from engine.request import EngineDeadError
 
 _CONFIG_KEY = "turnout/config"
@@ -83,8 +83,10 @@ class Follower:
 def start_engine(config: EngineConfig) -> tuple[EngineCore | Follower, Ranks]:
     """Builds the engine of `config` in this process. Raises ConfigError or CheckpointError for what cannot work."""
     config = _resolve(config)
+    world_size = _world_size(config)
     files = ModelFiles.read(config)
-    ranks = _join_or_start(config)
+    check_model(config, files)
+    ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config)
     try:
         return _build(config, files, ranks), ranks
     except BaseException:
@@ -112,17 +114,18 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     return config.resolve(torch.cuda.device_count())
 
 
-def _join_or_start(config: EngineConfig) -> Ranks:
+def _world_size(config: EngineConfig) -> int:
+    """How many ranks torchrun started, 1 without it."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        if world_size != config.tp:
-            raise ConfigError(
-                f"torchrun started {world_size} ranks, but tp={config.tp}; use --nproc-per-node {config.tp}."
-            )
-        _check_gpus(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-        return _join(config)
-    _check_gpus(config, config.tp)
-    return _start_ranks(config) if config.tp > 1 else Ranks()
+    if world_size > 1 and world_size != config.tp:
+        raise ConfigError(
+            f"torchrun started {world_size} ranks, but tp={config.tp}; use --nproc-per-node {config.tp}, or 1 to have "
+            "the others started."
+        )
+    if config.tp > 1 and dist.is_initialized():
+        raise ConfigError("this process already has a process group; close the other engine first.")
+    _check_gpus(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world_size > 1 else config.tp)
+    return world_size
 
 
 def _check_gpus(config: EngineConfig, local_ranks: int) -> None:
@@ -134,9 +137,9 @@ def _check_gpus(config: EngineConfig, local_ranks: int) -> None:
         )
 
 
-def _join(config: EngineConfig) -> Ranks:
+def _join(config: EngineConfig, world_size: int) -> Ranks:
     """torchrun's own rendezvous. Ranks that were given other settings than rank 0 stop here, by name."""
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
+    store, rank, _ = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
     ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True)
     if rank == 0:
         store.set(_CONFIG_KEY, config.to_json())
@@ -154,8 +157,8 @@ def _join(config: EngineConfig) -> Ranks:
 
 
 def _start_ranks(config: EngineConfig) -> Ranks:
-    if dist.is_initialized():
-        raise ConfigError("this process already has a process group; close the other engine first.")
+    if config.tp == 1:
+        return Ranks()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_START_TIMEOUT)
     store.set(_CONFIG_KEY, config.to_json())
     ranks = Ranks(0, config.tp, 0, store)

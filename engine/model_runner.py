@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -46,31 +47,19 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, files: ModelFiles, parallel: ParallelState):
         self.config, self.parallel = config, parallel
         self.model_config = files.model_config
-        dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
-        backend_name = attention_backends.choose(config.attention_backend)
-        try:
-            self.dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, self.model_config.n_routed_experts)
-            self.model = files.entry.load_model(
-                str(files.directory),
-                self.model_config,
-                parallel,
-                getattr(torch, config.dtype),
-                backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
-                shards_tokens=self.dispatcher.shards_tokens,
-            )
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        self.dispatcher, self.model = _load(config, files, parallel)
         self.input_batch = InputBatch(BLOCK_SIZE, parallel.device)
         self.sampler = Sampler(self.model_config.vocab_size, parallel.device)
-        self.max_model_len, self.num_blocks = self._plan_cache()
+        block_bytes = _block_bytes(config, files, self.model)
+        budget = self._cache_bytes()
+        fitting = agree_on_minimum(budget // block_bytes, parallel)
+        self.max_model_len, self.num_blocks = _plan_cache(config, files, block_bytes, budget, fitting)
         self.caches = self._allocate(self.num_blocks)
         logger.info(
             "%s experts over %s, attention %s, %d KV blocks of %d tokens, longest request %d tokens",
             f"ep={config.ep}",
-            dispatcher_name,
-            backend_name,
+            self.dispatcher.name,
+            self.model.backend.name,
             self.num_blocks - 1,
             BLOCK_SIZE,
             self.max_model_len,
@@ -120,36 +109,6 @@ class ModelRunner:
                 parts.extend(gather_logprobs(logits_SV, targets, request.params.prompt_logprobs))
             result.prompt_logprobs[request.request_id] = PromptLogprobs(item.start + 1, parts)
 
-    def _plan_cache(self) -> tuple[int, int]:
-        """(longest request in tokens, number of blocks) that fit the memory."""
-        wanted = self.config.max_model_len or self.model_config.max_position_embeddings
-        if wanted > self.model_config.max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len={wanted} is more than the {self.model_config.max_position_embeddings} positions of "
-                "the model; lower it."
-            )
-        budget = self._cache_bytes()
-        fitting = agree_on_minimum(budget // self._block_bytes, self.parallel)
-        most_useful = self.config.max_num_seqs * -(-wanted // BLOCK_SIZE) + 1
-        num_blocks = min(fitting, most_useful)
-        if num_blocks < 2:
-            raise ConfigError(
-                f"the KV cache may use {budget} bytes, but one block of {BLOCK_SIZE} tokens takes {self._block_bytes} "
-                "and 2 are needed; raise kv_cache_memory_gb."
-            )
-        longest = min(wanted, (num_blocks - 1) * BLOCK_SIZE)
-        if longest < wanted and self.config.max_model_len is not None:
-            raise ConfigError(
-                f"max_model_len={wanted} needs {-(-wanted // BLOCK_SIZE)} KV blocks, but only {num_blocks - 1} of "
-                f"{self._block_bytes} bytes fit; lower max_model_len to {longest} or raise kv_cache_memory_gb."
-            )
-        return longest, num_blocks
-
-    @property
-    def _block_bytes(self) -> int:
-        numbers = self.model_config.num_hidden_layers * BLOCK_SIZE * self.model.cache_width
-        return numbers * getattr(torch, self.config.dtype).itemsize
-
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         """[layers, blocks, block_size, latent + rope width]; zeros, since padding may read what nothing wrote."""
         return torch.zeros(
@@ -162,11 +121,8 @@ class ModelRunner:
         )
 
     def _cache_bytes(self) -> int:
-        if self.config.kv_cache_memory_gb is not None:
-            return int(self.config.kv_cache_memory_gb * 2**30)
-        if self.parallel.device.type == "cpu":
-            return CPU_CACHE_BYTES
-        return self._free_gpu_bytes()
+        known = _known_cache_bytes(self.config)
+        return self._free_gpu_bytes() if known is None else known
 
     def _free_gpu_bytes(self) -> int:
         """What weights and the largest step leave of this GPU's share, measured by running that step once."""
@@ -185,3 +141,75 @@ class ModelRunner:
         self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)]))
         del self.caches
         torch.cuda.empty_cache()
+
+
+def check_model(config: EngineConfig, files: ModelFiles) -> None:
+    """Finds what a ModelRunner would refuse on any rank, without a process group and before any weight is read.
+
+    Raises ConfigError with the sum, CheckpointError naming file and tensor.
+    """
+    parallel = ParallelState(tp=config.tp, ep=config.ep, device=torch.device("meta"))
+    _, model = _load(config, files, parallel)
+    budget = _known_cache_bytes(config)
+    block_bytes = _block_bytes(config, files, model)
+    if budget is not None:
+        _plan_cache(config, files, block_bytes, budget, budget // block_bytes)
+
+
+def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> tuple[dispatchers.TokenDispatcher, Any]:
+    """The dispatcher and this rank's share of the model."""
+    dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
+    backend_name = attention_backends.choose(config.attention_backend)
+    try:
+        dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, files.model_config.n_routed_experts)
+        model = files.entry.load_model(
+            str(files.directory),
+            files.model_config,
+            parallel,
+            getattr(torch, config.dtype),
+            backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
+            shards_tokens=dispatcher.shards_tokens,
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return dispatcher, model
+
+
+def _known_cache_bytes(config: EngineConfig) -> int | None:
+    """The memory for the KV cache where it is known without loading; None on a GPU, where it is measured."""
+    if config.kv_cache_memory_gb is not None:
+        return int(config.kv_cache_memory_gb * 2**30)
+    return CPU_CACHE_BYTES if config.device == "cpu" else None
+
+
+def _block_bytes(config: EngineConfig, files: ModelFiles, model: Any) -> int:
+    numbers = files.model_config.num_hidden_layers * BLOCK_SIZE * model.cache_width
+    return numbers * getattr(torch, config.dtype).itemsize
+
+
+def _plan_cache(
+    config: EngineConfig, files: ModelFiles, block_bytes: int, budget: int, fitting: int
+) -> tuple[int, int]:
+    """(longest request in tokens, number of blocks) where `fitting` blocks fit the budget of every rank."""
+    wanted = config.max_model_len or files.model_config.max_position_embeddings
+    if wanted > files.model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={wanted} is more than the {files.model_config.max_position_embeddings} positions of "
+            "the model; lower it."
+        )
+    most_useful = config.max_num_seqs * -(-wanted // BLOCK_SIZE) + 1
+    num_blocks = min(fitting, most_useful)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache may use {budget} bytes, but one block of {BLOCK_SIZE} tokens takes {block_bytes} "
+            "and 2 are needed; raise kv_cache_memory_gb."
+        )
+    longest = min(wanted, (num_blocks - 1) * BLOCK_SIZE)
+    if longest < wanted and config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={wanted} needs {-(-wanted // BLOCK_SIZE)} KV blocks, but only {num_blocks - 1} of "
+            f"{block_bytes} bytes fit; lower max_model_len to {longest} or raise kv_cache_memory_gb."
+        )
+    return longest, num_blocks

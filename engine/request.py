@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1_000
 MAX_LOGPROBS = 20
 
 
@@ -99,9 +100,9 @@ class SamplingParams:
             "must be above 0 and at most 10.",
         )
         _check(
-            len(stop) <= MAX_STOP_STRINGS and all(isinstance(s, str) and s for s in stop),
+            len(stop) <= MAX_STOP_STRINGS and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop),
             "stop",
-            f"must be at most {MAX_STOP_STRINGS} non-empty strings.",
+            f"must be at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_LENGTH} characters.",
         )
         _check(
             len(self.stop_token_ids) <= 1024 and all(_is_int(t) and t >= 0 for t in self.stop_token_ids),

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.log import logger
-
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER = 100 * 2**20
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1}
@@ -43,7 +41,7 @@ class TensorSpec:
     """What the model wants of one tensor.
 
     part: this rank's slice along each dimension, None where the rank needs nothing of it (it is still checked).
-    store: takes the slice that was read.
+    store: takes the slice that was read; raises ValueError where the values themselves make no sense.
     """
 
     shape: tuple[int, ...]
@@ -76,13 +74,12 @@ class Checkpoint:
             if name not in index:
                 raise CheckpointError(f"{header.file.name}: tensor {name} is not in {INDEX_NAME}.")
 
-    def skip(self, prefixes: tuple[str, ...], why: str) -> None:
-        """Leaves out the tensors under `prefixes`, with one log line."""
+    def skip(self, prefixes: tuple[str, ...]) -> int:
+        """Leaves out the tensors under `prefixes` and says how many there are."""
         skipped = [name for name in self.tensors if name.startswith(prefixes)]
         for name in skipped:
             del self.tensors[name]
-        if skipped:
-            logger.info("%d tensors of %s passed over: %s", len(skipped), ", ".join(prefixes), why)
+        return len(skipped)
 
     def check(self, specs: dict[str, TensorSpec]) -> None:
         """Raises CheckpointError unless the files hold exactly what `specs` wants."""
@@ -108,18 +105,16 @@ class Checkpoint:
             )
 
     def load(self, specs: dict[str, TensorSpec]) -> None:
-        """Checks everything, then reads this rank's part of each tensor, file by file."""
-        self.check(specs)
+        """Reads this rank's part of each tensor, file by file; `specs` must have passed `check`."""
         for file, names in self._by_file(specs):
             with safe_open(file, framework="pt") as reader:
                 for name in names:
-                    spec = specs[name]
-                    view = reader.get_slice(name)
-                    value = view[spec.part] if spec.part else reader.get_tensor(name)
+                    part = specs[name].part
+                    value = reader.get_slice(name)[part] if part else reader.get_tensor(name)
                     try:
-                        spec.store(value)
+                        specs[name].store(value)
                     except ValueError as error:
-                        raise CheckpointError(f"{file.name}: {error}") from error
+                        raise CheckpointError(f"{file.name}: tensor {name} {error}") from error
 
     def _by_file(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
         files: dict[Path, list[str]] = {}

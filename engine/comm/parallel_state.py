@@ -39,11 +39,11 @@ class ParallelState:
 
     def split(self, size: int, what: str) -> slice:
         """This rank's even share of `size`. Raises ValueError with the sum when it does not divide."""
-        return even_slice(size, self.tp, self.rank, what)
+        return even_slice(size, self.tp, self.rank, f"{what} (tp={self.tp})")
 
     def expert_range(self, num_experts: int) -> range:
         """The experts this rank holds, whole or sliced."""
-        share = even_slice(num_experts, self.ep, self.ep_rank, "routed experts")
+        share = even_slice(num_experts, self.ep, self.ep_rank, f"routed experts (ep={self.ep})")
         return range(share.start, share.stop)
 
     def expert_columns(self, width: int, group_size: int) -> slice:
@@ -59,7 +59,9 @@ class ParallelState:
 
 def even_slice(size: int, parts: int, index: int, what: str) -> slice:
     if size % parts:
-        raise ValueError(f"{size} {what} cannot be split over {parts} ranks: {size} / {parts} = {size / parts:g}.")
+        raise ValueError(
+            f"{size} {what} cannot be split into {parts} equal parts: {size} / {parts} = {size / parts:g}."
+        )
     share = size // parts
     return slice(index * share, (index + 1) * share)
 

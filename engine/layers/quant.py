@@ -13,7 +13,7 @@ from torch import nn
 from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
 from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
-from engine.weights import TensorSpec
+from engine.weights import TensorHeader, TensorSpec
 
 GROUP_SIZE = 32
 
@@ -75,7 +75,7 @@ class Int4Experts(FloatExperts):
         if width % GROUP_SIZE:
             raise ValueError(f"{name}: {width} input columns are not whole groups of {GROUP_SIZE}.")
         packed_part = scale_part = shape_part = None
-        unpacker = _Unpacker(name, (out, width), target)
+        unpacker = _Unpacker((out, width), target)
         if target is not None:
             packed_part = self._part(is_down, _divided(self.columns, 8) if is_down else self.columns)
             scale_part = self._part(is_down, _divided(self.columns, GROUP_SIZE) if is_down else self.columns)
@@ -90,8 +90,8 @@ class Int4Experts(FloatExperts):
 class _Unpacker:
     """Collects the two halves of one weight, in whatever order they are read, and expands it into its target."""
 
-    def __init__(self, name: str, shape: tuple[int, int], target: torch.Tensor | None):
-        self._name, self._shape, self._target = name, shape, target
+    def __init__(self, shape: tuple[int, int], target: torch.Tensor | None):
+        self._shape, self._target = shape, target
         self._packed: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
 
@@ -105,7 +105,7 @@ class _Unpacker:
 
     def shape(self, value: torch.Tensor) -> None:
         if tuple(value.tolist()) != self._shape:
-            raise ValueError(f"{self._name}.weight_shape says {value.tolist()}, the config says {list(self._shape)}.")
+            raise ValueError(f"says {value.tolist()}, the config says {list(self._shape)}.")
 
     def _expand(self) -> None:
         if self._packed is not None and self._scale is not None:
@@ -124,15 +124,16 @@ def _nothing(value: torch.Tensor) -> None:
 EXPERT_STORAGE: dict[str, Callable[..., FloatExperts]] = {"float": FloatExperts, "int4": Int4Experts}
 
 
-def detect_storage(names: list[str]) -> str:
+def detect_storage(tensors: dict[str, TensorHeader]) -> str:
     """How a checkpoint holds its routed experts, told by its tensors and not by its config.
 
     Raises ValueError naming a storage that is not supported.
     """
-    if any(name.endswith(".weight_scale_inv") for name in names):
-        raise ValueError(
-            "the weights are FP8 in 128x128 blocks (weight_scale_inv), which is not supported; "
-            "use a BF16 or an INT4 pack-quantized checkpoint."
-        )
-    packed = any(".mlp.experts." in name and name.endswith(".weight_packed") for name in names)
+    for name, header in tensors.items():
+        if header.dtype.startswith("F8_") or name.endswith(".weight_scale_inv"):
+            raise ValueError(
+                f"tensor {name} in {header.file.name} belongs to FP8 weights, which are not supported; "
+                "use a BF16 or an INT4 pack-quantized checkpoint."
+            )
+    packed = any(".mlp.experts." in name and name.endswith(".weight_packed") for name in tensors)
     return "int4" if packed else "float"

@@ -62,8 +62,8 @@ class KimiConfig:
         values = {name: _count(text, name) for name in _COUNTS}
         if values["num_experts_per_tok"] > values["n_routed_experts"]:
             raise ValueError(
-                f"config.json: num_experts_per_tok is {values['num_experts_per_tok']}, but there are only "
-                f"{values['n_routed_experts']} routed experts."
+                f"config.json: num_experts_per_tok={values['num_experts_per_tok']} is more than "
+                f"n_routed_experts={values['n_routed_experts']}."
             )
         return cls(
             **values,

@@ -83,8 +83,9 @@ class KimiModel(nn.Module):
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.dtype, self.parallel.device)
 
     def _layer(self, index: int) -> DecoderLayer:
+        attention = self._attention()
         feed_forward = self._dense() if self.config.is_dense(index) else self._moe()
-        return DecoderLayer(self._attention(), feed_forward, self._norm(), self._norm())
+        return DecoderLayer(attention, feed_forward, self._norm(), self._norm())
 
     def _attention(self) -> MLA:
         config = self.config

@@ -7,6 +7,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.comm.parallel_state import ParallelState
 from engine.layers.quant import detect_storage
+from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
 from models.kimi_k25.config import KimiConfig
 from models.kimi_k25.model import VISION_PREFIXES, KimiModel
@@ -23,16 +24,23 @@ def load_model(
     backend: AttentionBackend,
     shards_tokens: bool,
 ) -> KimiModel:
-    """This rank's share of the model with its weights. Raises CheckpointError naming file and tensor, ValueError with
-    the sum where the model does not divide over the ranks."""
+    """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
+
+    Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not divide over the
+    ranks."""
     checkpoint = Checkpoint(directory)
-    checkpoint.skip(VISION_PREFIXES, "this engine serves text only")
-    names = list(checkpoint.tensors)
+    skipped = checkpoint.skip(VISION_PREFIXES)
+    is_check = parallel.device.type == "meta"
+    if skipped and parallel.rank == 0 and not is_check:
+        logger.info("%d tensors of %s passed over: this engine serves text only", skipped, ", ".join(VISION_PREFIXES))
     try:
-        storage = detect_storage(names)
+        storage = detect_storage(checkpoint.tensors)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     model = KimiModel(config, parallel, dtype, backend=backend, expert_storage=storage, shards_tokens=shards_tokens)
-    prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in names) else ""
-    checkpoint.load(model.specs(prefix))
+    prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
+    specs = model.specs(prefix)
+    checkpoint.check(specs)
+    if not is_check:
+        checkpoint.load(specs)
     return model
