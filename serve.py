@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 
 from engine import log
@@ -94,8 +95,8 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     client = EngineClient(core, on_error=server.stop_after_failure)
     names = arguments.served_model_name or [core.model_name]
     server.use(create_app(client, served_model_names=names, api_keys=arguments.api_key), arguments.log_level)
-    log.logger.info("serving %s on http://%s:%d", names[0], arguments.host, listener.getsockname()[1])
-    server.run(listener)
+    place = f"{names[0]} on http://{arguments.host}:{listener.getsockname()[1]}"
+    server.run(listener, on_ready=lambda: log.logger.info("serving %s", place))
     return 1 if client.error else 0
 
 
@@ -176,7 +177,14 @@ class _Server:
         self._server.handle_exit = self._handle_signal
         self._server.should_exit = self._failed
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        start = self._server.startup
+
+        async def startup(sockets: list[socket.socket] | None = None) -> None:
+            await start(sockets=sockets)
+            on_ready()
+
+        self._server.startup = startup
         self._server.run(sockets=[listener])
 
     def stop_after_failure(self, error: BaseException) -> None:

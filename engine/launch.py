@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -186,7 +187,7 @@ def _difference(ours: EngineConfig, theirs: EngineConfig, rank: int) -> str:
 def _start_ranks(config: EngineConfig) -> Ranks:
     if config.tp == 1:
         return Ranks()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_START_TIMEOUT)
+    store = _loopback_store()
     store.set(_CONFIG_KEY, config.to_json())
     ranks = Ranks(0, config.tp, 0, store)
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -206,6 +207,20 @@ def _start_ranks(config: EngineConfig) -> Ranks:
         ranks.kill()
         raise
     return ranks
+
+
+def _loopback_store() -> dist.TCPStore:
+    """A store on a free port of this host alone; left to itself it would listen on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_START_TIMEOUT,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def logging_level() -> str:
