@@ -181,7 +181,10 @@ class _Server:
         start = self._server.startup
 
         async def startup(sockets: list[socket.socket] | None = None) -> None:
-            await start(sockets=sockets)
+            try:
+                await start(sockets=sockets)
+            except OSError as error:  # two servers may take one address as long as neither listens
+                raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
             on_ready()
 
         self._server.startup = startup

@@ -17,7 +17,7 @@ import serve
 from engine import log
 from engine.model_runner import ModelRunner
 from tests.checkpoints import SMALL, build_checkpoint
-from tests.processes import PYTHON, TORCHRUN, Program, serving, until
+from tests.processes import PYTHON, TORCHRUN, Program, running, serving, until
 
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 TWO_RANKS = ("--tp", "2", "--ep", "2")
@@ -51,7 +51,18 @@ def expected_answer() -> str:
     return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
 
 
-@pytest.mark.parametrize(("name", "number"), [*zip(LAUNCHERS, [2, 15, 15, 15], strict=True), ("torchrun_2", 2)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("plain", signal.SIGINT),
+        ("python", signal.SIGTERM),
+        ("torchrun", signal.SIGTERM),
+        ("torchrun_2", signal.SIGINT),
+        pytest.param("python", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("torchrun_2", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_each_way_to_start_answers_and_ends(name, number, tmp_path, expected_answer):
     """Greedy text is the same everywhere; SIGINT and SIGTERM end all ranks within 5 s."""
     launcher, options = LAUNCHERS[name]
@@ -112,7 +123,7 @@ def test_a_second_signal_ends_a_running_stream_at_once(small, tmp_path, launcher
             rest_of(stream)
 
 
-@pytest.mark.parametrize("moment", ["idle", "stream", "start"])
+@pytest.mark.parametrize("moment", [pytest.param("idle", marks=pytest.mark.slow), "stream", "start"])
 def test_sigkill_of_rank_0_leaves_no_worker(small, tmp_path, moment):
     if moment == "start":
         command = [*PYTHON, "serve.py", "--port", "0", "--model", small, *TWO_RANKS]
@@ -249,6 +260,20 @@ def test_a_port_in_use_is_found_before_loading(nothing_loads, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert port in refusal(capsys, "--port", port)
+
+
+@pytest.mark.slow
+def test_a_port_taken_while_loading(small, tmp_path):
+    """Two servers that start together may both take the address; the one that listens later ends with the reason."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("0.0.0.0", 0))
+        options = ["--host", "0.0.0.0", "--port", str(other.getsockname()[1]), "--model", small, *TWO_RANKS]
+        with running([*PYTHON, "serve.py", *options], tmp_path) as program:
+            program.expect("without --api-key")
+            other.listen()
+            assert program.ends(60) == 2
+            assert "serve.py: cannot listen" in program.output and "Traceback" not in program.output, program.output
 
 
 def test_a_missing_tokenizer_is_found_before_loading(nothing_loads, capsys, tmp_path):

@@ -81,8 +81,12 @@ def test_ranks_end_with_the_object_and_a_second_engine_follows(script):
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("", 0), ("raise RuntimeError('of the script')", 1), ("sys.exit(7)", 7), ("os._exit(3)", 3)],
-    ids=["end", "exception", "exit", "hard_exit"],
+    [
+        pytest.param("", 0, id="end", marks=pytest.mark.slow),
+        pytest.param("raise RuntimeError('of the script')", 1, id="exception"),
+        pytest.param("sys.exit(7)", 7, id="exit"),
+        pytest.param("os._exit(3)", 3, id="hard_exit", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_end_with_the_process(script, end, code):
     program = script(f"llm = make()\nids(llm)\nsay('ready')\n{end}")
@@ -91,7 +95,9 @@ def test_ranks_end_with_the_process(script, end, code):
     assert ("of the script" in program.output) == (code == 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_ranks_end_when_a_signal_ends_the_script(script, number):
     program = script("""
         llm = make()
