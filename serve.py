@@ -11,6 +11,8 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import fields
 
 from engine import log
@@ -87,13 +89,14 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     from engine.server.app import create_app
     from engine.server.client import EngineClient
 
+    _die_at_once_on_signals()
     core, ranks = start_engine(config)
     server = _Server(ranks.kill)
     client = EngineClient(core, on_error=server.stop_after_failure)
     names = arguments.served_model_name or [core.model_name]
     server.use(create_app(client, served_model_names=names, api_keys=arguments.api_key), arguments.log_level)
-    log.logger.info("serving %s on http://%s:%d", names[0], arguments.host, listener.getsockname()[1])
-    server.run(listener)
+    place = f"{names[0]} on http://{arguments.host}:{listener.getsockname()[1]}"
+    server.run(listener, on_ready=lambda: log.logger.info("serving %s", place))
     return 1 if client.error else 0
 
 
@@ -102,16 +105,23 @@ def _work(config: EngineConfig) -> int:
     from engine.launch import start_engine
     from engine.worker import follow
 
-    received = []
+    _die_at_once_on_signals()
+    follower, ranks = start_engine(config)
+    signals = _Signals()
 
     def note(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) > 1:
+        if signals.is_second(number):
             os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    return follow(*start_engine(config))
+    return follow(follower, ranks)
+
+
+def _die_at_once_on_signals() -> None:
+    """While the engine starts there is nothing to finish, and started ranks end with this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -119,6 +129,8 @@ def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio turns Nagle's algorithm off only for sockets made with an explicit protocol; accepted ones inherit this.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -133,12 +145,29 @@ def _check_keys(arguments: argparse.Namespace) -> None:
         log.logger.warning("listening on %s without --api-key: anyone who can reach it can use it", arguments.host)
 
 
+class _Signals:
+    """Tells a second signal from the first. torchrun passes on a Ctrl-C that the terminal sent to every process, so
+    under it the same signal within a second is still the first."""
+
+    def __init__(self):
+        self._first: tuple[int, float] | None = None
+
+    def is_second(self, number: int) -> bool:
+        if self._first is None:
+            self._first = (number, time.monotonic())
+            return False
+        passed_on = number == signal.SIGINT and "TORCHELASTIC_RUN_ID" in os.environ
+        return not (passed_on and self._first[0] == number and time.monotonic() < self._first[1] + 1.0)
+
+
 class _Server:
     """uvicorn with our signals: the first lets running answers finish, the second ends everything at once."""
 
     def __init__(self, kill_ranks):
         self._kill_ranks = kill_ranks
+        self._signals = _Signals()
         self._server = None
+        self._failed = False
 
     def use(self, app, log_level: str) -> None:
         import uvicorn
@@ -146,16 +175,28 @@ class _Server:
         config = uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
         self._server = uvicorn.Server(config)
         self._server.handle_exit = self._handle_signal
+        self._server.should_exit = self._failed
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        start = self._server.startup
+
+        async def startup(sockets: list[socket.socket] | None = None) -> None:
+            try:
+                await start(sockets=sockets)
+            except OSError as error:  # two servers may take one address as long as neither listens
+                raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
+            on_ready()
+
+        self._server.startup = startup
         self._server.run(sockets=[listener])
 
     def stop_after_failure(self, error: BaseException) -> None:
+        self._failed = True
         if self._server is not None:
             self._server.should_exit = True
 
     def _handle_signal(self, number: int, frame: object) -> None:
-        if self._server.should_exit:
+        if self._signals.is_second(number):
             self._kill_ranks()
             os._exit(128 + number)
         self._server.should_exit = True

@@ -162,7 +162,12 @@ class EngineCore:
             output, result = self.replica.step()
             deltas += self._outputs.process(output, result)
         except Exception as error:
-            raise self._dead(error) from error
+            # A collective that broke because a rank died is not the cause; the rank's own word arrives a moment later.
+            self._failure = self._control.wait_for_failure(1.0) if self._control is not None else None
+            if self._failure is not None:
+                raise EngineDeadError(self._failure) from None
+            self._failure = f"rank 0 failed: {type(error).__name__}: {error}"
+            raise EngineDeadError(self._failure) from error
         except BaseException:
             if self._control is not None:
                 self._failure = "a step was interrupted, so the ranks no longer agree; start a new engine."
@@ -209,13 +214,6 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self.failure is not None:
             raise EngineDeadError(self.failure)
-
-    def _dead(self, error: Exception) -> EngineDeadError:
-        """The first reason counts: a collective that broke because a rank died is not the cause, and the rank's own
-        word arrives a moment later."""
-        reason = self._control.wait_for_failure(1.0) if self._control is not None else None
-        self._failure = reason or f"rank 0 failed: {type(error).__name__}: {error}"
-        return EngineDeadError(self._failure)
 
 
 def _plain_ids(prompt_token_ids: Iterable[Any]) -> list[int]:

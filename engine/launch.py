@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,10 +29,12 @@ from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner, check_model
 from engine.request import EngineDeadError
+from engine.tokenizer import Tokenizer
 
 _CONFIG_KEY = "turnout/config"
+_AGREEMENT_KEY = "turnout/agreement"
 _START_TIMEOUT = timedelta(minutes=10)
-_END_SECONDS = 5.0
+_END_SECONDS = 3.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -50,9 +54,10 @@ class Ranks:
         """Ends the started ranks, by force if they do not end by themselves."""
         if self.control is not None:
             self.control.close()
+        deadline = time.monotonic() + _END_SECONDS
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_END_SECONDS)
+                child.wait(max(deadline - time.monotonic(), 0))
         self.kill()
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -63,12 +68,19 @@ class Ranks:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+            child.stdin.close()
+
+    def lost_child(self) -> str | None:
+        """Why a started rank is no more, if one has ended."""
+        codes = [(rank, child.poll()) for rank, child in enumerate(self.children, 1)]
+        return next((f"rank {rank} ended with exit code {c} while it started." for rank, c in codes if c), None)
 
 
 class Follower:
     """A rank other than 0: does what rank 0 says."""
 
-    def __init__(self, replica: Replica, control: ControlClient):
+    def __init__(self, tokenizer: Tokenizer, replica: Replica, control: ControlClient):
+        self.tokenizer = tokenizer
         self._replica, self._control = replica, control
 
     def follow(self) -> list[dict] | None:
@@ -90,6 +102,7 @@ def start_engine(config: EngineConfig) -> tuple[EngineCore | Follower, Ranks]:
     try:
         return _build(config, files, ranks), ranks
     except BaseException:
+        ranks.kill()
         ranks.close()
         raise
 
@@ -141,43 +154,73 @@ def _join(config: EngineConfig, world_size: int) -> Ranks:
     """torchrun's own rendezvous. Ranks that were given other settings than rank 0 stop here, by name."""
     store, rank, _ = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
     ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True)
+    _agree(config, store, rank, world_size)
+    if rank == 0:
+        ranks.control = ControlServer(store, world_size, os.environ["MASTER_ADDR"])
+    else:
+        ranks.control = ControlClient(store, rank)
+    return ranks
+
+
+def _agree(config: EngineConfig, store: dist.Store, rank: int, world_size: int) -> None:
+    """Raises ConfigError on every rank if one was started with other settings than rank 0."""
     if rank == 0:
         store.set(_CONFIG_KEY, config.to_json())
-        ranks.control = ControlServer(store, world_size, os.environ["MASTER_ADDR"])
-        return ranks
-    theirs = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
-    if theirs != config:
-        name = next(n for n in vars(config) if getattr(config, n) != getattr(theirs, n))
-        raise ConfigError(
-            f"rank {rank} was started with {name}={getattr(config, name)!r}, rank 0 with {getattr(theirs, name)!r}; "
-            "start all ranks with the same settings."
-        )
-    ranks.control = ControlClient(store, rank)
-    return ranks
+        differences = [store.get(f"{_AGREEMENT_KEY}/{other}").decode() for other in range(1, world_size)]
+        store.set(_AGREEMENT_KEY, next(filter(None, differences), ""))
+    else:
+        theirs = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
+        store.set(f"{_AGREEMENT_KEY}/{rank}", _difference(config, theirs, rank))
+    difference = store.get(_AGREEMENT_KEY).decode()
+    if difference:
+        raise ConfigError(difference)
+
+
+def _difference(ours: EngineConfig, theirs: EngineConfig, rank: int) -> str:
+    for name in vars(ours):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            return f"rank {rank} was started with {name}={mine!r}, rank 0 with {other!r}; give all ranks the same."
+    return ""
 
 
 def _start_ranks(config: EngineConfig) -> Ranks:
     if config.tp == 1:
         return Ranks()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_START_TIMEOUT)
+    store = _loopback_store()
     store.set(_CONFIG_KEY, config.to_json())
     ranks = Ranks(0, config.tp, 0, store)
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     for rank in range(1, config.tp):
         command = [sys.executable, "-m", "engine.worker", "--rank", str(rank), "--world-size", str(config.tp)]
         command += ["--store", f"127.0.0.1:{store.port}", "--log-level", logging_level()]
-        # Its own session: Ctrl-C in a terminal reaches rank 0 alone, which then ends the others in order.
+        # Its own session: Ctrl-C in a terminal reaches rank 0 alone, which then ends the others in order. The pipe
+        # stays open as long as rank 0 lives.
         ranks.children.append(
             subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
+                command, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
             )
         )
     try:
-        ranks.control = ControlServer(store, config.tp, "127.0.0.1")
+        ranks.control = ControlServer(store, config.tp, "127.0.0.1", ranks.lost_child)
     except BaseException:
         ranks.kill()
         raise
     return ranks
+
+
+def _loopback_store() -> dist.TCPStore:
+    """A store on a free port of this host alone; left to itself it would listen on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_START_TIMEOUT,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def logging_level() -> str:
@@ -195,7 +238,7 @@ def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore 
         raise
     if ranks.rank == 0:
         return EngineCore(config, files, runner, ranks.control, ranks.close)
-    return Follower(Replica(config, runner), ranks.control)
+    return Follower(files.tokenizer, Replica(config, runner), ranks.control)
 
 
 def _blame(ranks: Ranks, error: Exception) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import signal
+import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.config import ConfigError, EngineConfig
@@ -14,6 +18,7 @@ from engine.launch import Follower, start_engine
 from engine.request import (
     CompletionDelta,
     CompletionOutput,
+    EngineDeadError,
     InvalidRequestError,
     RequestOutput,
     SamplingParams,
@@ -25,7 +30,7 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """Loads a model and answers in process; see DESIGN-named settings in `EngineConfig`.
+    """Loads a model and answers in process; the settings are those of `EngineConfig`.
 
     `model=None` is the bundled tiny checkpoint. With tp > 1 the other ranks are started here and end with this object
     or this process; under torchrun the object joins them, every rank runs the same calls and gets the same results.
@@ -40,6 +45,7 @@ class LLM:
         self._engine, self._ranks = start_engine(self.config)
         self._finalizer = weakref.finalize(self, self._ranks.close)
         self._ids = itertools.count()
+        self._deltas: dict[str, deque[CompletionDelta]] = {}
 
     def generate(
         self,
@@ -52,13 +58,8 @@ class LLM:
         """
         if isinstance(self._engine, Follower):
             return [request_output_from_dict(d) for d in self._follow()]
-        items = _as_list(prompts)
-        params = _params_list(sampling_params, len(items))
-        with self._call():
-            outputs = self._run([(self._output(p), sp) for p, sp in zip(items, params, strict=True)])
-            if self._ranks.joined:
-                self._engine.return_to_ranks([asdict(o) for o in outputs])
-        return outputs
+        with self._call() as call:
+            return self._run(call, _as_list(prompts), sampling_params)
 
     def chat(
         self,
@@ -73,40 +74,42 @@ class LLM:
         become control tokens. Reasoning and answer come as one text, split by `</think>` as the model writes it."""
         if isinstance(self._engine, Follower):
             return self.generate([])
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        with self._call() as call:
+            prompts = self._render(messages, tools, add_generation_prompt, chat_template_kwargs)
+            return self._run(call, prompts, sampling_params)
+
+    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool, switches: Any) -> list[list[int]]:
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         template = self._engine.chat_template
         if template is None:
-            raise ConfigError(f"{self.config.model} has no chat template; use generate with a prompt.")
-        prompts = [
-            template.encode(
-                self._engine.tokenizer,
-                conversation,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params)
+            raise InvalidRequestError(f"{self.config.model} has no chat template; use generate with a prompt.")
+        encode = functools.partial(
+            template.encode,
+            self._engine.tokenizer,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **template.check_switches(switches),
+        )
+        return [encode(conversation) for conversation in (messages if several else [messages])]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[CompletionDelta]:
         """Completes one prompt piece by piece. Closing the iterator early aborts the request."""
         if isinstance(self._engine, Follower):
             yield from (completion_delta_from_dict(d) for d in self._follow())
             return
-        output = self._output(prompt)
-        sent = []
-        with self._call():
-            self._engine.add_request(output.request_id, output.prompt_token_ids, sampling_params or SamplingParams())
-            while self._engine.has_unfinished():
-                for delta in self._engine.step():
-                    sent.append(delta)
-                    yield delta
-            if self._ranks.joined:
-                self._engine.return_to_ranks([asdict(d) for d in sent])
+        with self._call() as call:
+            (params,) = _params_list(sampling_params, 1)
+            items = _as_list(prompt)
+            if len(items) != 1:
+                raise InvalidRequestError("stream takes one prompt: text or token ids.", param="prompt")
+            self._add(call, self._output(items[0]), params)
+            for delta in self._read(call):
+                if self._ranks.joined:
+                    call.value.append(asdict(delta))
+                yield delta
 
     def get_tokenizer(self):
-        """The model's tokenizer; on rank 0 only."""
+        """The model's tokenizer."""
         return self._engine.tokenizer
 
     def close(self) -> None:
@@ -120,40 +123,115 @@ class LLM:
         self.close()
 
     def _follow(self) -> list[dict]:
+        """What rank 0's call returned; raises what it raised."""
         value = self._engine.follow()
         if value is None:
-            raise RuntimeError("rank 0 ended before its call did.")
+            raise EngineDeadError("rank 0 ended before its call did.")
+        if value and "error" in value[0]:
+            raise InvalidRequestError(**value[0]["error"])
         return value
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """Leaves nothing running behind, however the call ends."""
+    def _call(self) -> Iterator[_Call]:
+        """One call of the public interface. Leaves nothing of it running behind, however it ends, and tells ranks that
+        make the same call under torchrun what came of it."""
+        if not self._finalizer.alive:
+            raise EngineDeadError("this engine was closed; make a new LLM.")
+        if self._ranks.joined and self._deltas:
+            raise RuntimeError("under torchrun a stream must be read or closed before the next call.")
+        call = _Call()
         try:
-            yield
+            yield call
+        except InvalidRequestError as error:
+            call.value = [{"error": {"message": str(error), "param": error.param, "code": error.code}}]
+            raise
         finally:
-            if self._engine.failure is None:
-                for request_id in self._engine.unfinished_ids():
-                    self._engine.abort_request(request_id)
-                while self._engine.has_unfinished():
-                    self._engine.step()
+            self._end(call)
+            if self._ranks.joined and self._engine.failure is None:
+                self._engine.return_to_ranks(call.value)
+
+    def _end(self, call: _Call) -> None:
+        for request_id in call.request_ids:
+            del self._deltas[request_id]
+            self._engine.abort_request(request_id)
+        while self._engine.failure is None and self._engine.has_unfinished() and not self._deltas:
+            self._step()
 
     def _output(self, prompt: Prompt) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids = self._engine.tokenizer.encode(prompt, allow_special=True) if text is not None else list(prompt)
         return RequestOutput(f"request-{next(self._ids)}", text, ids)
 
-    def _run(self, requests: list[tuple[RequestOutput, SamplingParams]]) -> list[RequestOutput]:
-        for output, params in requests:
-            self._engine.validate(output.prompt_token_ids, params)
-        outputs = {}
-        for output, params in requests:
-            self._engine.add_request(output.request_id, output.prompt_token_ids, params)
-            output.outputs = [CompletionOutput(i, logprobs=_list_if(params.logprobs)) for i in range(params.n)]
-            outputs[output.request_id] = output
-        while self._engine.has_unfinished():
-            for delta in self._engine.step():
-                _take(outputs[delta.request_id], delta)
+    def _run(
+        self, call: _Call, prompts: list[Prompt], params: SamplingParams | list[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        requests = list(zip(map(self._output, prompts), _params_list(params, len(prompts)), strict=True))
+        for output, sp in requests:
+            self._engine.validate(output.prompt_token_ids, sp)
+        outputs = {output.request_id: output for output, _ in requests}
+        for output, sp in requests:
+            self._add(call, output, sp)
+            output.outputs = [CompletionOutput(i, logprobs=_list_if(sp.logprobs)) for i in range(sp.n)]
+        for delta in self._read(call):
+            _take(outputs[delta.request_id], delta)
+        if self._ranks.joined:
+            call.value = [asdict(o) for o in outputs.values()]
         return list(outputs.values())
+
+    def _add(self, call: _Call, output: RequestOutput, params: SamplingParams) -> None:
+        self._engine.add_request(output.request_id, output.prompt_token_ids, params)
+        self._deltas[output.request_id] = deque()
+        call.request_ids.append(output.request_id)
+        call.num_running += params.n
+
+    def _read(self, call: _Call) -> Iterator[CompletionDelta]:
+        """The call's deltas until all its answers are finished; those of other open streams wait for their readers."""
+        while call.num_running:
+            self._step()
+            for waiting in [self._deltas[request_id] for request_id in call.request_ids]:
+                while waiting:
+                    delta = waiting.popleft()
+                    call.num_running -= delta.finish_reason is not None
+                    yield delta
+
+    def _step(self) -> None:
+        with _interrupts_wait():
+            deltas = self._engine.step()
+        for delta in deltas:
+            if delta.request_id in self._deltas:
+                self._deltas[delta.request_id].append(delta)
+
+
+@dataclass
+class _Call:
+    """value: what other ranks of torchrun are told."""
+
+    request_ids: list[str] = field(default_factory=list)
+    num_running: int = 0
+    value: list[dict] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """A Ctrl-C takes effect after the block, since half a step would leave the ranks apart; a second one at once."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    received = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _list_if(wanted: int | None) -> list | None:
@@ -177,9 +255,14 @@ def _take(output: RequestOutput, delta: CompletionDelta) -> None:
 
 def _as_list(prompts: Prompt | list[str] | list[list[int]]) -> list[Prompt]:
     """A single prompt becomes a list of one; a list of ints is one prompt of token ids."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+    if isinstance(prompts, str):
         return [prompts]
-    if not all(isinstance(p, str) or (isinstance(p, list) and all(isinstance(t, int) for t in p)) for p in prompts):
+    is_list = isinstance(prompts, list | tuple)
+    if is_list and prompts and all(isinstance(p, int) for p in prompts):
+        return [list(prompts)]
+    if not is_list or not all(
+        isinstance(p, str) or (isinstance(p, list) and all(isinstance(t, int) for t in p)) for p in prompts
+    ):
         raise InvalidRequestError("prompts must be a string, strings, or lists of token ids.", param="prompts")
     return list(prompts)
 
@@ -191,5 +274,8 @@ def _params_list(params: SamplingParams | list[SamplingParams] | None, count: in
                 f"{count} prompts came with {len(params)} sampling parameters; give one or as many as prompts.",
                 param="sampling_params",
             )
-        return params
-    return [params or SamplingParams()] * count
+    else:
+        params = [SamplingParams() if params is None else params] * count
+    if not all(isinstance(p, SamplingParams) for p in params):
+        raise InvalidRequestError("sampling_params must be SamplingParams or a list of them.", param="sampling_params")
+    return params

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import threading
 
 from engine import log
-from engine.launch import start_worker
+
+_GRACE_SECONDS = 1.0
 
 
 def main() -> int:
+    threading.Thread(target=_end_with_rank_0, name="rank-0-pipe", daemon=True).start()
     parser = argparse.ArgumentParser(description="One rank of a Turnout engine, started by rank 0.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
@@ -19,8 +23,22 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     log.setup(arguments.log_level, arguments.rank)
-    follower, ranks = start_worker(arguments.rank, arguments.world_size, arguments.store)
+    from engine.launch import start_worker  # takes seconds, in which rank 0 may already be gone
+
+    try:
+        follower, ranks = start_worker(arguments.rank, arguments.world_size, arguments.store)
+    except Exception as error:
+        log.logger.error("rank %d could not start: %s", arguments.rank, error)
+        return 1
     return follow(follower, ranks)
+
+
+def _end_with_rank_0() -> None:
+    """The pipe at stdin closes when rank 0 ends, however it ends. A rank that is told to stop has a moment for it."""
+    while os.read(0, 1024):
+        pass
+    threading.Event().wait(_GRACE_SECONDS)
+    os._exit(1)
 
 
 def follow(follower, ranks) -> int:

@@ -23,22 +23,27 @@ from typing import Any
 import torch.distributed as dist
 
 from engine.log import logger
+from engine.request import EngineDeadError
 
 _ADDRESS_KEY = "turnout/control"
 _HANDSHAKE_SECONDS = 120.0
+_POLL_SECONDS = 0.2
 _GRACE_SECONDS = 3.0
 _LENGTH = struct.Struct("!I")
 _HELLO_BYTES = 64 + _LENGTH.size
 
 
-class RankFailure(RuntimeError):
-    """Another rank died or raised; the message names it and the reason."""
-
-
 class ControlServer:
-    """Rank 0's end. Accepts one connection from every other rank, then sends frames to all of them."""
+    """Rank 0's end. Accepts one connection from every other rank, then sends frames to all of them.
 
-    def __init__(self, store: dist.Store, world_size: int, host: str):
+    `lost_rank` says why a rank will never connect, or None; it is asked again and again until all have connected.
+    Raises EngineDeadError if one does not.
+    """
+
+    def __init__(
+        self, store: dist.Store, world_size: int, host: str, lost_rank: Callable[[], str | None] = lambda: None
+    ):
+        self._lost_rank = lost_rank
         self._token = secrets.token_hex(32)
         self._listener = socket.create_server((host, 0))
         port = self._listener.getsockname()[1]
@@ -62,11 +67,12 @@ class ControlServer:
         with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ)
             while len(self._peers) < world_size - 1:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if (reason := self._lost_rank()) is not None:
+                    raise EngineDeadError(reason)
+                if time.monotonic() > deadline:
                     missing = sorted(set(range(1, world_size)) - set(self._peers))
-                    raise RankFailure(f"ranks {missing} did not connect within {_HANDSHAKE_SECONDS:.0f} s.")
-                for key, _ in selector.select(left):
+                    raise EngineDeadError(f"ranks {missing} did not connect within {_HANDSHAKE_SECONDS:.0f} s.")
+                for key, _ in selector.select(_POLL_SECONDS):
                     if key.fileobj is self._listener:
                         self._welcome(selector)
                     else:
@@ -123,13 +129,13 @@ class ControlServer:
         return self.failure
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Sends one frame to every other rank. Raises RankFailure if one is gone."""
+        """Sends one frame to every other rank. Raises EngineDeadError if one is gone."""
         frame = _frame(message) if self._peers else b""
         for rank, peer in self._peers.items():
             try:
                 peer.sendall(frame)
             except OSError as error:
-                raise RankFailure(f"rank {rank} is gone ({error.strerror or error}).") from error
+                raise EngineDeadError(f"rank {rank} is gone ({error.strerror or error}).") from error
 
     def close(self) -> None:
         self._closing = True

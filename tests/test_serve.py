@@ -1,0 +1,309 @@
+"""serve.py as a process: every way to start it, how it ends, what it refuses, and what a lost rank leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+import serve
+from engine import log
+from engine.model_runner import ModelRunner
+from tests.checkpoints import SMALL, build_checkpoint
+from tests.processes import PYTHON, TORCHRUN, Program, running, serving, until
+
+QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
+TWO_RANKS = ("--tp", "2", "--ep", "2")
+LAUNCHERS = {
+    "plain": (PYTHON, ()),
+    "python": (PYTHON, TWO_RANKS),
+    "torchrun": (TORCHRUN, TWO_RANKS),
+    "torchrun_2": ([*TORCHRUN, "--nproc-per-node", "2"], TWO_RANKS),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> str:
+    return str(build_checkpoint(tmp_path_factory.mktemp("small"), SMALL))
+
+
+def ask(port: int, **options) -> str:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", max_retries=0, timeout=60)
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=24, **options)
+    message = answer.choices[0].message
+    return f"{message.model_extra.get('reasoning_content')}|{message.content}"
+
+
+@pytest.fixture(scope="module")
+def expected_answer() -> str:
+    """What the same greedy request gives in process."""
+    from engine import LLM, SamplingParams
+
+    llm = LLM(device="cpu", num_threads=1)
+    return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("plain", signal.SIGINT),
+        ("python", signal.SIGTERM),
+        ("torchrun", signal.SIGTERM),
+        ("torchrun_2", signal.SIGINT),
+        pytest.param("python", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("torchrun_2", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_each_way_to_start_answers_and_ends(name, number, tmp_path, expected_answer):
+    """Greedy text is the same everywhere; SIGINT and SIGTERM end all ranks within 5 s."""
+    launcher, options = LAUNCHERS[name]
+    with serving(launcher, tmp_path, *options) as (program, port):
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert ask(port).replace("|", "").split() == expected_answer.replace("</think>", "").split()
+        assert len(program.find("engine.worker")) == (name in ("python", "torchrun"))
+        program.signal(number)
+        code = program.ends(5)
+        # torchrun itself exits with 1 after SIGTERM or SIGINT, whatever its ranks gave.
+        assert code == (0 if launcher is PYTHON else 1), program.output
+        assert "Traceback" not in program.output or launcher is not PYTHON, program.output
+
+
+def start_stream(port: int, max_tokens: int) -> httpx.Response:
+    """A stream whose first event has come."""
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": "The", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    response = client.send(client.build_request("POST", "/v1/completions", json=body), stream=True)
+    assert response.status_code == 200
+    response.lines = response.iter_lines()
+    next(response.lines)
+    return response
+
+
+def rest_of(response: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in response.lines if line]
+
+
+def refuses_connections(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_sigterm_lets_a_stream_finish(small, tmp_path):
+    with serving(PYTHON, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
+        stream = start_stream(port, 150)
+        program.signal(signal.SIGTERM)
+        until(lambda: refuses_connections(port), 5, "new connections are refused")
+        assert program.process.poll() is None
+        *chunks, last = rest_of(stream)
+        assert last == "[DONE]"
+        assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
+        assert program.ends(5) == 0, program.output
+
+
+@pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
+def test_a_second_signal_ends_a_running_stream_at_once(small, tmp_path, launcher):
+    with serving(launcher, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
+        stream = start_stream(port, 4000)
+        (rank_0,) = [p for p in program.find("serve.py") if p != program.process.pid] or [program.process.pid]
+        os.kill(rank_0, signal.SIGTERM)
+        until(lambda: refuses_connections(port), 5, "the first signal has been seen")
+        os.kill(rank_0, signal.SIGTERM)
+        assert program.ends(5) != 0
+        with pytest.raises(httpx.TransportError):
+            rest_of(stream)
+
+
+@pytest.mark.parametrize("moment", [pytest.param("idle", marks=pytest.mark.slow), "stream", "start"])
+def test_sigkill_of_rank_0_leaves_no_worker(small, tmp_path, moment):
+    if moment == "start":
+        command = [*PYTHON, "serve.py", "--port", "0", "--model", small, *TWO_RANKS]
+        program = Program(command, tmp_path)
+        try:
+            until(lambda: program.find("engine.worker"), 60, "a worker has been started")
+            program.signal(signal.SIGKILL)
+            program.ends(5)
+        finally:
+            program.kill()
+        return
+    with serving(PYTHON, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
+        if moment == "stream":
+            start_stream(port, 4000)
+        program.signal(signal.SIGKILL)
+        assert program.ends(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("moment", ["idle", "stream"])
+def test_sigkill_of_a_worker_ends_the_server_with_the_reason(small, tmp_path, moment):
+    with serving(PYTHON, tmp_path, "--model", small, "--tp", "2") as (program, port):
+        stream = start_stream(port, 4000) if moment == "stream" else None
+        (worker,) = program.find("engine.worker")
+        os.kill(worker, signal.SIGKILL)
+        if stream is not None:
+            assert "error" in json.loads(next(x for x in rest_of(stream) if "error" in x))
+        assert program.ends(8) == 1, program.output
+        assert "rank 1" in program.output and "Traceback" not in program.output, program.output
+
+
+def test_only_the_http_port_is_public(small, tmp_path):
+    """Every socket on which a rank listens is on loopback, and none but rank 0's port speaks HTTP."""
+    with serving(PYTHON, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
+        listening = [address for pid in program.commands() for address in listening_sockets(pid)]
+        assert ("127.0.0.1", port) in listening
+        public = [f"{host}:{p}" for host, p in listening if not host.startswith("127.") and host != "::1"]
+        for host, other in listening:
+            send_junk(host, other)
+        assert ask_health(port) == 200 and len(program.find("engine.worker")) == 1
+        assert public == [], public
+
+
+def ask_health(port: int) -> int:
+    return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+
+
+def send_junk(host: str, port: int) -> None:
+    for junk in (b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.", b"\0" * 200):
+        with socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, port), timeout=5) as peer:
+            peer.sendall(junk)
+
+
+def listening_sockets(pid: int) -> list[tuple[str, int]]:
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(link))
+        except OSError:
+            continue
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                host, port = fields[1].split(":")
+                raw = bytes.fromhex(host)
+                words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+                found.append((socket.inet_ntop(family, words), int(port, 16)))
+    return found
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """A setting that cannot work is refused before weights are read and ranks are started."""
+
+    def refuse(*_args, **_settings):
+        raise AssertionError("loading began before the settings were checked")
+
+    monkeypatch.setattr(ModelRunner, "__init__", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = log.logger.handlers[:], log.logger.level, log.logger.propagate
+    yield
+    log.logger.handlers[:], log.logger.level, log.logger.propagate = before
+
+
+def refusal(capsys, *options: str) -> str:
+    """The one line with which serve.py refuses `options`; argparse adds its usage before it."""
+    try:
+        code = serve.main([*options])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    *usage, line = capsys.readouterr().err.strip().splitlines()
+    assert not usage or usage[0].startswith("usage: ")
+    assert line.startswith("serve.py: "), line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "-1"], ["port", "-1"]),
+        (["--port", "70000"], ["port", "70000"]),
+        (["--port", "many"], ["--port", "many"]),
+        (["--api-key", ""], ["--api-key"]),
+        (["--api-key", "good", "--api-key", " "], ["--api-key"]),
+        (["--host", "no.such.host.invalid"], ["no.such.host.invalid"]),
+        (["--tp", "3"], ["tp=3", "8", "head"]),
+        (["--tp", "4", "--ep", "3"], ["ep=3", "tp=4"]),
+        (["--tp", "0"], ["tp", "0"]),
+        (["--model", "/no/such/model"], ["/no/such/model"]),
+        (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),
+        (["--hf-overrides", "[1]"], ["--hf-overrides", "JSON"]),
+        (["--hf-overrides", '{"hidden_size": "wide"}'], ["hidden_size"]),
+        (["--moe-comm", "pigeon"], ["pigeon", "allreduce", "nccl_a2a", "reference"]),
+        (["--attention-backend", "eyes"], ["eyes", "reference"]),
+        (["--device", "abacus"], ["abacus", "cpu", "cuda"]),
+        (["--dtype", "int1"], ["int1", "float32", "bfloat16"]),
+        (["--load-format", "pickle"], ["pickle", "safetensors"]),
+        (["--log-level", "shout"], ["shout", "info"]),
+        (["--max-model-len", "10000000"], ["max_model_len", "10000000"]),
+        (["--kv-cache-memory-gb", "0.0000001"], ["kv_cache_memory_gb"]),
+        (["--kv-cache-memory-gb", "nan"], ["kv_cache_memory_gb"]),
+        (["--no-such-option"], ["--no-such-option"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_settings_that_cannot_work_are_refused_before_loading(nothing_loads, capsys, options, words):
+    line = refusal(capsys, "--device", "cpu", "--port", "0", *options)
+    assert all(word in line for word in words), line
+
+
+def test_a_port_in_use_is_found_before_loading(nothing_loads, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert port in refusal(capsys, "--port", port)
+
+
+@pytest.mark.slow
+def test_a_port_taken_while_loading(small, tmp_path):
+    """Two servers that start together may both take the address; the one that listens later ends with the reason."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("0.0.0.0", 0))
+        options = ["--host", "0.0.0.0", "--port", str(other.getsockname()[1]), "--model", small, *TWO_RANKS]
+        with running([*PYTHON, "serve.py", *options], tmp_path) as program:
+            program.expect("without --api-key")
+            other.listen()
+            assert program.ends(60) == 2
+            assert "serve.py: cannot listen" in program.output and "Traceback" not in program.output, program.output
+
+
+def test_a_missing_tokenizer_is_found_before_loading(nothing_loads, capsys, tmp_path):
+    directory = build_checkpoint(tmp_path, SMALL)
+    (directory / "tiktoken.model").unlink()
+    assert "tiktoken.model" in refusal(capsys, "--port", "0", "--device", "cpu", "--model", str(directory))
+
+
+def test_more_ranks_than_gpus(nothing_loads, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    line = refusal(capsys, "--port", "0", "--device", "cuda", "--tp", "4")
+    assert "4" in line and "2" in line and "GPU" in line
+
+
+def test_a_public_address_without_a_key_warns(nothing_loads, capsys):
+    options = ["--port", "0", "--host", "0.0.0.0", "--device", "cpu", "--model", "/no/such/model"]
+    for key, warns in ([], True), (["--api-key", "a key of mine"], False):
+        assert serve.main([*options, *key]) == 2
+        err = capsys.readouterr().err
+        assert ("--api-key" in err) == warns and "a key of mine" not in err
+
+
+def test_the_key_is_asked_for_and_never_shown(small, tmp_path):
+    options = ("--model", small, "--api-key", "a-key-of-mine", "--log-level", "debug")
+    with serving(PYTHON, tmp_path, *options) as (program, port):
+        url = f"http://127.0.0.1:{port}/v1/models"
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(url, headers={"Authorization": "Bearer a-key-of-mine"}).status_code == 200
+        program.signal(signal.SIGTERM)
+        assert program.ends(5) == 0
+        assert "a-key-of-mine" not in program.output
