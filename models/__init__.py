@@ -9,9 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """parse_config: config.json's dict -> the model's config. load_model: directory, config, parallel, dtype and the
-    chosen backends -> the model; on the meta device it checks all and reads no weight. declare_tools: tools -> the
-    text the chat template shows, None for its JSON form."""
+    """What the engine calls for a model.
+
+    parse_config: config.json's dict -> the model's config. load_model: directory, config, parallel, dtype and the
+    chosen backends -> the model; on the meta device it checks all and reads no weight. declare_tools: tools -> the text
+    the chat template shows, None for its JSON form.
+    """
 
     parse_config: Callable[[dict[str, Any]], Any]
     load_model: Callable[..., Any]

@@ -54,7 +54,11 @@ class ControlServer:
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._accept(world_size)
-        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        self._selector = selectors.DefaultSelector()
+        for rank, peer in self._peers.items():
+            self._selector.register(peer, selectors.EVENT_READ, rank)
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._watcher.start()
 
     def _accept(self, world_size: int) -> None:
         """Waits for every rank at once, so that a stranger who connects and says nothing delays no one."""
@@ -106,15 +110,14 @@ class ControlServer:
 
     def _watch(self) -> None:
         """Notes the first rank that reports an error or goes away before `close`."""
-        with selectors.DefaultSelector() as selector:
-            for rank, peer in self._peers.items():
-                selector.register(peer, selectors.EVENT_READ, rank)
+        with self._selector as selector:
             for key, _ in selector.select():
                 frame = None
                 with contextlib.suppress(OSError, ValueError):
                     frame = _receive(key.fileobj)
                 if not self._closing:
-                    self.failure = f"rank {key.data} {frame['failed'] if frame else 'ended without a word'}"
+                    reason = frame.get("failed") if isinstance(frame, dict) else None
+                    self.failure = f"rank {key.data} {reason or 'ended without a word'}"
                     logger.error("%s", self.failure)
                     self._failed.set()
                     self.on_failure()
@@ -139,6 +142,9 @@ class ControlServer:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(1.0)  # a socket that is closed before the watch saw its end would never wake it
+        for peer in self._peers.values():
             peer.close()
 
 
@@ -152,12 +158,13 @@ class ControlClient:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(token.encode() + _LENGTH.pack(rank))
         self._closed = threading.Event()
-        threading.Thread(target=self._end_with_rank_0, name="rank-0-watch", daemon=True).start()
+        self._end = select.poll()
+        self._end.register(self._socket, select.POLLRDHUP)
+        self._watcher = threading.Thread(target=self._end_with_rank_0, name="rank-0-watch", daemon=True)
+        self._watcher.start()
 
     def _end_with_rank_0(self) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLRDHUP)
-        poll.poll()
+        self._end.poll()
         if not self._closed.wait(_GRACE_SECONDS):
             os._exit(1)
 

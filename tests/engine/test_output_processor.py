@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiny_vocabulary import num_ranks, write_tokenizer
 
 from engine.model_runner import ModelRunnerOutput, PromptLogprobs
 from engine.output_processor import OutputProcessor
@@ -11,14 +10,15 @@ from engine.request import Request, SamplingParams
 from engine.sampling import SampledLogprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.tokenizer import Tokenizer
+from tests.tokenizers import byte_ranks, write_tokenizer
 
-IM_END = num_ranks(64) + 2
+IM_END = 258  # 256 bytes, then the third special id
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, 64)
+    write_tokenizer(directory, byte_ranks([]))
     return Tokenizer.from_directory(directory)
 
 

@@ -18,12 +18,13 @@ from models.kimi_k25.training.attention import MaskBuilder, attention_function
 from models.kimi_k25.training.corpus import made_documents
 from models.kimi_k25.training.dataset import PADDING, TokenData, pack
 from models.kimi_k25.training.documents import Document, assistant, user
-from models.kimi_k25.training.evaluate import called_tools, greedy, held_out_losses, targets_of
+from models.kimi_k25.training.evaluate import held_out_losses, targets_of
 from models.kimi_k25.training.everyday_tools import EVERYDAY
 from models.kimi_k25.training.export import checkpoint_tensors, export
+from models.kimi_k25.training.generation import greedy
 from models.kimi_k25.training.made_chat import memory_chat, small_exchange
 from models.kimi_k25.training.made_sums import addition_steps, subtraction_steps
-from models.kimi_k25.training.made_tools import tool_conversation
+from models.kimi_k25.training.made_tools import tool_conversation, tool_questions
 from models.kimi_k25.training.model import TinyKimi, token_losses
 from models.kimi_k25.training.prepare import load_renderer, tokenize
 from models.kimi_k25.training.quantization import (
@@ -34,6 +35,8 @@ from models.kimi_k25.training.quantization import (
     quantize,
     unpack_int4,
 )
+from models.kimi_k25.training.synthetic_tools import PLAIN
+from models.kimi_k25.training.tool_accuracy import called_tools, grade, tool_accuracy
 from models.kimi_k25.training.train import TINY
 from models.kimi_k25.training.trainer import Settings, Trainer
 
@@ -358,3 +361,27 @@ class _OnlyTools:
 def test_made_documents_depend_on_the_seed_alone():
     first, again, other = ([d.to_json() for d in made_documents(_OnlyTools(), "tools", 30, seed)] for seed in (1, 1, 2))
     assert first == again and not set(first) & set(other)
+
+
+def test_tool_questions_name_unseen_tools_and_are_graded_exactly():
+    first = tool_questions(40, 1, PLAIN, set())
+    seen = {tool["function"]["name"] for question in first for tool in question["tools"]}
+    for question in tool_questions(40, 1, PLAIN, seen):
+        names = [tool["function"]["name"] for tool in question["tools"]]
+        assert names.count(question["name"]) == 1 and not set(names) & seen
+
+    def call(name: str, arguments: str) -> str:
+        return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+    assert grade("ok</think>" + call("a.b", '{"y": 2, "x": 1}'), "a.b", {"x": 1, "y": 2}) == (True, True)
+    assert grade(call("a.b", '{"x": "1"}'), "a.b", {"x": 1}) == (True, False)
+    assert grade(call("a.b", '{"x": 1'), "a.b", {"x": 1}) == (True, False)
+    assert grade(call("b", "{}"), "a.b", {}) == grade("", "a.b", {}) == (False, False)
+    assert grade(call("b", "{}") * 2, "b", {}) == (False, False)
+
+
+def test_tool_accuracy_of_an_untrained_model_is_zero(renderer):
+    model = TinyKimi(replace(SMALL, vocab_size=Architecture().vocab_size), attention_function("sdpa")).eval()
+    model.initialise(0)
+    shares = tool_accuracy(model, renderer, tool_questions(2, 2, PLAIN, set()), torch.device("cpu"))
+    assert shares == {mode: {"name": 0.0, "call": 0.0} for mode in ("thinking", "instant")}

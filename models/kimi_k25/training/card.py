@@ -40,6 +40,12 @@ def sample_section(answers: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
+def tool_section(report: dict) -> str:
+    lines = ["| mode | right name | right name and arguments |", "|---|---|---|"]
+    lines += [f"| {mode} | {s['name']:.1%} | {s['call']:.1%} |" for mode, s in report["tool_accuracy"].items()]
+    return "\n".join(lines)
+
+
 def model_card(report: dict, readme: str) -> str:
     run = report["training"]
     rules = "\n".join(f"- {name}: {'holds' if ok else '**fails**'}" for name, ok in report["acceptance"].items())
@@ -73,6 +79,13 @@ training text, so their loss is low by nature. The tokenizer gives about 3.4 byt
 ## Acceptance
 
 {rules}
+
+## Calls of unseen tools
+
+{report["tool_questions"]} requests for invented tools whose names the training text does not hold, answered greedily; a
+call counts if it is the only one and is exactly right.
+
+{tool_section(report)}
 
 ## What it can and cannot do
 

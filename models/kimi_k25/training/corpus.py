@@ -1,4 +1,4 @@
-"""Collects every document of the corpus and writes two files: training and held-out, one JSON document a line.
+"""Collects every document of the corpus and writes training and held-out ones, one JSON document a line.
 
 python -m models.kimi_k25.training.corpus --work WORK --out .train-corpus
 """
@@ -13,50 +13,54 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from models.kimi_k25.training import dialogue_sources, fact_sources, prose_sources
+from models.kimi_k25.training import dialogue_sources, fact_sources, prose_sources, wordnet
 from models.kimi_k25.training.documents import Document, Exchange, conversation, pick_system
 from models.kimi_k25.training.made_chat import counting_question, memory_chat, persona_chat, small_exchange
+from models.kimi_k25.training.made_copying import copying_document
 from models.kimi_k25.training.made_json import json_task
 from models.kimi_k25.training.made_sums import any_sum
 from models.kimi_k25.training.made_text import story, story_parts, word_task
-from models.kimi_k25.training.made_tools import tool_conversation
+from models.kimi_k25.training.made_tools import tool_conversation, tool_questions
 from models.kimi_k25.training.packages import Packages
 
 # Size caps in characters of message text: a little prose for fluency, much of what users type.
 PROSE_CAPS = {
-    "novels": 4_000_000,
-    "web_bible": 1_500_000,
-    "python_manual": 2_500_000,
-    "postgres_manual": 1_000_000,
-    "jargon_file": 1_150_000,
-    "country_prose": 1_500_000,
+    "novels": 2_000_000,
+    "web_bible": 800_000,
+    "python_manual": 1_200_000,
+    "postgres_manual": 400_000,
+    "jargon_file": 600_000,
+    "country_prose": 700_000,
 }
-DIALOGUE_CAPS = {"small_talk": 8_000_000, "written_pairs": 1_000_000}
+DIALOGUE_CAPS = {"small_talk": 6_000_000, "written_pairs": 1_000_000}
 # Numbers of made-up conversations; the held-out ones come from another seed.
 MADE_COUNTS = {
-    "definitions": 30_000,
-    "countries": 16_000,
+    "definitions": 28_000,
+    "countries": 12_000,
     "capitals": 9_000,
     "chat": 26_000,
-    "sums": 60_000,
+    "sums": 50_000,
     "words": 14_000,
-    "stories": 12_000,
-    "json": 24_000,
-    "tools": 30_000,
-    "mixed": 24_000,
+    "stories": 10_000,
+    "json": 22_000,
+    "tools": 68_000,
+    "copying": 26_000,
+    "mixed": 18_000,
 }
 HELD_OUT_SEED = 1_000_003
+TOOL_QUESTIONS = 200
 
 
 class Makers:
     """The generators of exchanges by source name; WordNet and the factbook are read once."""
 
     def __init__(self, packages: Packages):
-        self._definitions = list(fact_sources.definitions(packages))
+        self._senses = wordnet.common_senses(packages)
+        self.vocabulary = wordnet.vocabulary(packages)
         self._facts = list(fact_sources.country_facts(packages))
         self._capitals = fact_sources.capitals(packages)
         self.exchanges: dict[str, Callable[[Random], Exchange]] = {
-            "definitions": lambda rng: rng.choice(self._definitions),
+            "definitions": lambda rng: rng.choice(self._senses).exchange(rng),
             "countries": lambda rng: rng.choice(self._facts),
             "capitals": lambda rng: fact_sources.capital_exchange(rng, self._capitals),
             "chat": small_exchange,
@@ -72,7 +76,9 @@ class Makers:
 
     def document(self, source: str, rng: Random) -> Document:
         if source == "tools":
-            return tool_conversation(rng, self.any_exchange)
+            return tool_conversation(rng, self.any_exchange, self.vocabulary)
+        if source == "copying":
+            return copying_document(rng, self.vocabulary)
         if source == "mixed":
             exchanges = [self.any_exchange(rng) for _ in range(rng.randrange(2, 6))]
             return conversation(source, rng, exchanges, pick_system(rng))
@@ -121,8 +127,8 @@ def collected_documents(packages: Packages) -> Iterator[Document]:
         yield from _capped(getattr(dialogue_sources, source)(packages), cap)
 
 
-def build(packages: Packages, scale: float = 1.0) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents in a fixed random order."""
+def build(packages: Packages, scale: float = 1.0) -> tuple[list[Document], list[Document], list[dict]]:
+    """(training documents, held-out ones, questions about tools that neither names), in a fixed random order."""
     training: list[Document] = []
     held_out: list[Document] = []
     for document in collected_documents(packages):
@@ -133,7 +139,8 @@ def build(packages: Packages, scale: float = 1.0) -> tuple[list[Document], list[
         training += make(int(count * scale), seed=0)
         held_out += make(max(60, count // 300), seed=HELD_OUT_SEED)
     Random(0).shuffle(training)
-    return training, held_out
+    seen = {tool["function"]["name"] for document in training + held_out for tool in document.tools or ()}
+    return training, held_out, tool_questions(TOOL_QUESTIONS, HELD_OUT_SEED, makers.vocabulary, seen)
 
 
 def write(path: Path, documents: list[Document]) -> None:
@@ -161,9 +168,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".train-corpus"))
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of made-up documents")
     arguments = parser.parse_args()
-    training, held_out = build(Packages(arguments.work), arguments.scale)
+    training, held_out, questions = build(Packages(arguments.work), arguments.scale)
     write(arguments.out / "corpus.jsonl", training)
     write(arguments.out / "held_out.jsonl", held_out)
+    (arguments.out / "tool_questions.json").write_text(json.dumps(questions, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({"training": summary(training), "held_out": summary(held_out)}, indent=1))
 
 

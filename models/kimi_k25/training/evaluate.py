@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +9,14 @@ import torch
 
 from models.kimi_k25.training.attention import MaskBuilder
 from models.kimi_k25.training.dataset import PADDING, Rows, TokenData, pack
+from models.kimi_k25.training.generation import autocast, greedy, stop_ids
 from models.kimi_k25.training.model import TinyKimi, token_losses
 from models.kimi_k25.training.prompts import PROMPTS, prompt_messages
 from models.kimi_k25.training.rendering import Renderer
+from models.kimi_k25.training.tool_accuracy import called_tools, read_questions, tool_accuracy
 
 INT4_LOSS_MARGIN = 0.03
 DISTINCT_SHARE = 0.8
-
-
-def autocast(device: torch.device):
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def targets_of(rows: Rows, opened: tuple[int, int], answers_only: bool = False) -> np.ndarray:
@@ -67,34 +62,6 @@ def held_out_losses(
     return means | {"all": round(float(sums[:-1].sum() / counts[:-1].sum()), 4)}
 
 
-@torch.no_grad()
-def greedy(
-    model: TinyKimi, prompts: list[list[int]], stops: set[int], max_new: int, device: torch.device
-) -> list[list[int]]:
-    """The most likely continuations, all prompts at once, without a cache; a stop id is kept at the end."""
-    model.eval()
-    ids = np.full((len(prompts), max(map(len, prompts)) + max_new), model.a.special_id("[PAD]"), np.int64)
-    lengths = np.array([len(p) for p in prompts])
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    masks, running = MaskBuilder("sdpa", device), np.ones(len(prompts), bool)
-    for _ in range(max_new):
-        width = int(-(-lengths.max() // 32) * 32)
-        width = min(width, ids.shape[1])
-        with autocast(device):
-            batch = torch.from_numpy(ids[:, :width]).to(device)
-            hidden, _ = model(batch, masks.build(np.zeros((len(ids), width), np.int32)))
-            last = hidden[torch.arange(len(ids)), torch.from_numpy(lengths - 1)]
-            chosen = (last.float() @ model.lm_head.weight.float().t()).argmax(-1).cpu().numpy()
-        for i in np.flatnonzero(running):
-            ids[i, lengths[i]] = chosen[i]
-            lengths[i] += 1
-            running[i] = int(chosen[i]) not in stops
-        if not running.any():
-            break
-    return [row[len(p) : n].tolist() for row, p, n in zip(ids, prompts, lengths, strict=True)]
-
-
 def sample_answers(
     model: TinyKimi, renderer: Renderer, device: torch.device, max_new: int = 256, count: int = len(PROMPTS)
 ) -> list[dict]:
@@ -103,7 +70,7 @@ def sample_answers(
     template, tokenizer = renderer.template, renderer.tokenizer
     asked = [(prompt, tools, thinking) for prompt, tools in PROMPTS[:count] for thinking in (True, False)]
     prompts = [template.encode(tokenizer, prompt_messages(p), tools, thinking=t) for p, tools, t in asked]
-    stops = {model.a.special_id(name) for name in ("<|im_end|>", "[EOS]", "[EOT]")}
+    stops = stop_ids(model)
     written = greedy(model, prompts, stops, max_new, device)
     answers = []
     for (prompt, tools, thinking), ids in zip(asked, written, strict=True):
@@ -121,16 +88,6 @@ def distinct_share(ids: list[int], n: int = 4) -> float:
     """Share of different n-grams; 1.0 for a text too short to have two."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
-
-
-_CALL = re.compile(
-    r"<\|tool_call_begin\|>functions\.([\w.-]+):\d+<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL
-)
-
-
-def called_tools(text: str) -> list[tuple[str, dict]]:
-    """(name, arguments) of every call in the text; raises ValueError for arguments that are not JSON."""
-    return [(name, json.loads(arguments)) for name, arguments in _CALL.findall(text)]
 
 
 def acceptance(losses: dict[str, float], int4_losses: dict[str, float], answers: list[dict]) -> dict[str, bool]:
@@ -162,10 +119,13 @@ def report(
     plain = held_out_losses(model, held_out, row_length, False, device)
     int4 = held_out_losses(model, held_out, row_length, True, device)
     answers = sample_answers(model, renderer, device, *((16, 2) if quick else ()))
+    questions = read_questions(data_folder, quick)
     return {
         "held_out_loss_bf16": plain,
         "held_out_loss_int4": int4,
         "acceptance": acceptance(plain, int4, answers),
+        "tool_accuracy": tool_accuracy(model, renderer, questions, device),
+        "tool_questions": len(questions),
         "answers": answers,
     }
 

@@ -1,4 +1,4 @@
-"""Question-answer pairs made from WordNet (definitions) and the World Factbook (countries)."""
+"""Question-answer pairs made from the World Factbook."""
 
 from __future__ import annotations
 
@@ -10,57 +10,6 @@ from random import Random
 from models.kimi_k25.training.cleaning import capitalised, is_blocked, normalise
 from models.kimi_k25.training.documents import Exchange
 from models.kimi_k25.training.packages import Packages
-
-_PARTS_OF_SPEECH = {"noun": "a noun", "verb": "a verb", "adj": "an adjective", "adv": "an adverb"}
-_DEFINE = (
-    'What does "%s" mean?',
-    'Define "%s".',
-    'What is the meaning of "%s"?',
-    'Explain the word "%s".',
-    "What does the word %s mean?",
-    "What does %s mean?",
-    "Can you define %s?",
-    "Tell me what %s means.",
-)
-
-
-def definitions(packages: Packages) -> Iterator[Exchange]:
-    """One exchange for each common sense in WordNet and for 15 % of the rare ones."""
-    rng = Random(30)
-    folder = packages.deb("wordnet-base") / "usr/share/wordnet"
-    common = {line.split("%")[0] for line in (folder / "cntlist.rev").read_text(encoding="latin1").splitlines()}
-    for part in _PARTS_OF_SPEECH:
-        for line in (folder / f"data.{part}").read_text(encoding="latin1").splitlines():
-            if line.startswith("  ") or "|" not in line:
-                continue
-            head, gloss = line.split("|", 1)
-            fields = head.split()
-            lemmas = [re.sub(r"\(.*\)", "", fields[4 + 2 * i]) for i in range(int(fields[3], 16))]
-            if lemmas[0].lower() not in common and rng.random() > 0.15:
-                continue
-            exchange = _definition(rng, part, [lemma.replace("_", " ") for lemma in lemmas], gloss.strip())
-            if exchange:
-                yield exchange
-
-
-def _definition(rng: Random, part: str, words: list[str], gloss: str) -> Exchange | None:
-    word = words[0]
-    meaning, *examples = re.split(r';\s*(?=")', gloss)
-    meaning = meaning.strip().rstrip(";")
-    examples = [e.strip('" ;') for e in examples if len(e) > 12]
-    if is_blocked(gloss + " ".join(words)) or len(meaning) < 8 or not re.fullmatch(r"[A-Za-z' -]+", word):
-        return None
-    if rng.random() < 0.6:
-        answer = f'"{word}" is {_PARTS_OF_SPEECH[part]}. It means: {meaning}.'
-    else:
-        answer = f"{capitalised(word)} ({part}): {meaning}."
-    if examples:
-        answer += f' For example: "{capitalised(examples[0])}{"" if examples[0][-1] in ".!?" else "."}"'
-    if len(words) > 1 and rng.random() < 0.6:
-        answer += f' A similar word is "{words[1]}".'
-    reasoning = f'The user asks what "{word}" means. It is {_PARTS_OF_SPEECH[part]}.'
-    return Exchange(rng.choice(_DEFINE) % word, normalise(answer), reasoning)
-
 
 # question forms, answer, path in the factbook; %s is the country, then the fact
 _FACTS = (

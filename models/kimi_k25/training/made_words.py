@@ -54,3 +54,7 @@ NOUNS = _words(
 )
 ADVERBS = _words("quickly slowly quietly happily carefully")
 SYLLABLES = _words("ba do ki lo ma ne po ra su ti ve zu qua fle gri sha tor mun bel dax")
+KEYS = _words(
+    "name title id count city date color size amount owner group level mode reason target source limit page label "
+    "topic day price speed weight code status kind note text path user number"
+)

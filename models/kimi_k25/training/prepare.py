@@ -1,4 +1,4 @@
-"""Renders and tokenises the corpus into what training reads: train.tokens.xz and held_out.tokens.xz.
+"""Renders and tokenises the corpus into what training reads: train.tokens.xz, held_out.tokens.xz, tool_questions.json.
 
 python -m models.kimi_k25.training.prepare --corpus .train-corpus --data .train-data --checkpoint models/kimi_k25/tiny
 """
@@ -6,6 +6,7 @@ python -m models.kimi_k25.training.prepare --corpus .train-corpus --data .train-
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("models/kimi_k25/tiny"))
     arguments = parser.parse_args()
     arguments.data.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(arguments.corpus / "tool_questions.json", arguments.data / "tool_questions.json")
     renderer = load_renderer(arguments.checkpoint)
     for name, corpus in (("held_out", "held_out"), ("train", "corpus")):
         data = tokenize(read(arguments.corpus / f"{corpus}.jsonl"), renderer)

@@ -143,6 +143,7 @@ def main() -> None:
     log(f"held-out loss {measured['held_out_loss_bf16']['all']} plain, {measured['held_out_loss_int4']['all']} INT4")
     for name, holds in measured["acceptance"].items():
         log(f"{name}: {'holds' if holds else 'FAILS'}")
+    log(f"tool accuracy over {measured['tool_questions']} unseen tools: {json.dumps(measured['tool_accuracy'])}")
     for answer in measured["answers"]:
         log(f"{answer['question'][:50]!r} thinking={answer['thinking']} -> {answer['answer'][:160]!r}")
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from models.kimi_k25.training.architecture import Architecture
 from models.kimi_k25.training.attention import MaskBuilder, attention_function
 from models.kimi_k25.training.dataset import BatchStream, Rows, TokenData
-from models.kimi_k25.training.evaluate import autocast, targets_of
+from models.kimi_k25.training.evaluate import targets_of
+from models.kimi_k25.training.generation import autocast
 from models.kimi_k25.training.model import TinyKimi, token_losses
 
 WARMUP, INT4_FROM, CHAT_FROM = 0.02, 0.80, 0.85

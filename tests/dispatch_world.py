@@ -1,0 +1,146 @@
+"""A small model between embeddings and logits, run by any number of ranks through any dispatcher.
+
+Every rank draws the same checkpoint from a seed and takes its share of it, as the real layers do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine.comm.dispatcher import DISPATCHERS
+from engine.comm.parallel_state import ParallelState
+from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router, SwiGLU
+from engine.layers.quant import FloatExperts
+
+WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 4
+NUM_DENSE, NUM_MOE = 1, 2
+NUM_LAYERS = NUM_DENSE + NUM_MOE
+LIMIT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Case:
+    """routing: "any", or "few" where a bias sends nearly all rows to the same experts."""
+
+    dispatcher: str
+    ep: int
+    num_tokens: int
+    routing: str = "any"
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: the output, the rows and experts it was given, and what it sent."""
+
+    x: torch.Tensor
+    num_pairs: int
+    load: torch.Tensor
+    rounds: dict[str, int]
+    bytes: dict[str, int]
+
+
+class _Draw:
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator) / shape[-1] ** 0.5
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def _files(layer: int) -> dict[str, torch.Tensor]:
+    draw, files = _Draw(100 + layer), {}
+    for name in [f"experts.{e}." for e in range(EXPERTS)] + ["shared_experts.", ""]:
+        files[f"{name}gate_proj.weight"], files[f"{name}up_proj.weight"] = draw(INNER, WIDTH), draw(INNER, WIDTH)
+        files[f"{name}down_proj.weight"] = draw(WIDTH, INNER)
+    files["gate.weight"], files["gate.e_score_correction_bias"] = draw(EXPERTS, WIDTH) * 4, draw(EXPERTS)
+    return files
+
+
+def _feed_forward(layer: int, case: Case, parallel: ParallelState, shards_tokens: bool) -> nn.Module:
+    if layer < NUM_DENSE:
+        module = DenseFeedForward(SwiGLU(WIDTH, INNER, parallel, case.dtype))
+    else:
+        module = MoEFeedForward(
+            Router(WIDTH, EXPERTS, TOP, True, 2.0, parallel.device),
+            FloatExperts(EXPERTS, WIDTH, INNER, parallel, case.dtype),
+            SwiGLU(WIDTH, INNER, parallel, case.dtype, sliced=not shards_tokens),
+        )
+    files = _files(layer)
+    for name, spec in module.specs("").items():
+        if spec.part is not None:
+            spec.store(files[name][spec.part])
+    if layer >= NUM_DENSE and case.routing == "few":
+        module.router.weight.mul_(0.4)
+        module.router.bias.copy_(0.85 * (torch.arange(EXPERTS) < TOP))
+    return module
+
+
+class _Counting:
+    """Passes a dispatcher on and notes what `dispatch` brought here."""
+
+    def __init__(self, inner):
+        self.inner, self.num_pairs, self.load = inner, 0, torch.zeros(EXPERTS)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def dispatch(self, x, ids, weights):
+        sent = self.inner.dispatch(x, ids, weights)
+        self.num_pairs += int((sent.expert_ids_RK >= 0).sum())
+        self.load += ids.flatten().bincount(minlength=EXPERTS)
+        return sent
+
+
+def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
+    parallel = ParallelState(rank, tp, case.ep)
+    dispatcher = _Counting(DISPATCHERS[case.dispatcher](parallel, EXPERTS))
+    draw = _Draw(case.num_tokens)
+    x, residual = dispatcher.enter(draw(case.num_tokens, WIDTH).to(case.dtype) * 5, norm)
+    heads = parallel.split(HEADS, "heads")
+    for layer in range(NUM_LAYERS):
+        attention = _Draw(layer)(HEADS, WIDTH, WIDTH).to(case.dtype)[heads]
+        partial = torch.einsum("td,hde->te", x, attention)
+        x, residual = dispatcher.reduce(partial, residual, norm)
+        feed_forward = _feed_forward(layer, case, parallel, dispatcher.shards_tokens)
+        x, residual = feed_forward(x, residual, dispatcher, norm)
+    return Outcome(x, dispatcher.num_pairs, dispatcher.load, parallel.meter.rounds, parallel.meter.bytes)
+
+
+def _rank(rank: int, tp: int, directory: str, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", tp)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=LIMIT)
+    with torch.inference_mode():
+        outcomes = [run(case, rank, tp) for case in cases]
+    torch.save([vars(o) for o in outcomes], f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_world(tp: int, directory: Path, cases: list[Case]) -> list[list[Outcome]]:
+    """The outcomes of all ranks for each case, from one start of `tp` processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    ranks = [context.Process(target=_rank, args=(rank, tp, str(directory), cases)) for rank in range(tp)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(LIMIT.total_seconds() * 2)
+            assert process.exitcode == 0, f"a rank of {tp} ended with {process.exitcode}"
+    finally:
+        for process in ranks:
+            process.kill()
+    by_rank = [[Outcome(**o) for o in torch.load(directory / f"{rank}.pt")] for rank in range(tp)]
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]

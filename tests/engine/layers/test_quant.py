@@ -1,0 +1,92 @@
+"""Every way to hold experts, filled through its own specs from a whole checkpoint, against the plain experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.comm.parallel_state import ParallelState
+from engine.kernels import reference
+from engine.layers.quant import EXPERT_STORAGE, detect_storage
+from engine.weights import TensorHeader
+from tests.checkpoints import pack_int4, quantize_int4
+
+EXPERTS, WIDTH, INNER = 4, 64, 128
+
+
+def tensors() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A checkpoint's tensors in all storages at once, and the dequantised whole: gate_up [E, 2I, D], down [E, D, I]."""
+    generator, files, whole = torch.Generator().manual_seed(0), {}, {}
+    for expert in range(EXPERTS):
+        for name, shape in (("gate_proj", (INNER, WIDTH)), ("up_proj", (INNER, WIDTH)), ("down_proj", (WIDTH, INNER))):
+            q, scale = quantize_int4(torch.randn(shape, generator=generator) / shape[1] ** 0.5)
+            key = f"{expert}.{name}"
+            whole[key] = reference.unpack_int4(pack_int4(q), scale)
+            files |= {f"{key}.weight": whole[key], f"{key}.weight_packed": pack_int4(q), f"{key}.weight_scale": scale}
+            files[f"{key}.weight_shape"] = torch.tensor(shape)
+    gate_up = [torch.cat([whole[f"{e}.gate_proj"], whole[f"{e}.up_proj"]]) for e in range(EXPERTS)]
+    return files, torch.stack(gate_up), torch.stack([whole[f"{e}.down_proj"] for e in range(EXPERTS)])
+
+
+FILES, GATE_UP, DOWN = tensors()
+
+
+def fill(storage: str, parallel: ParallelState, order=lambda names: names):
+    experts = EXPERT_STORAGE[storage](EXPERTS, WIDTH, INNER, parallel, torch.float32)
+    specs = experts.specs("")
+    for name in order(list(specs)):
+        spec = specs[name]
+        assert tuple(FILES[name].shape) == spec.shape
+        if spec.part is not None:
+            spec.store(FILES[name][spec.part])
+    return experts
+
+
+@pytest.mark.parametrize("order", [list, lambda names: names[::-1], lambda names: sorted(names, key=lambda n: n[::-1])])
+@pytest.mark.parametrize("storage", EXPERT_STORAGE)
+def test_one_rank_holds_the_whole_whatever_the_order_of_the_files(storage, order):
+    experts = fill(storage, ParallelState(), order)
+    assert torch.equal(experts.gate_up, GATE_UP) and torch.equal(experts.down, DOWN)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("storage", EXPERT_STORAGE)
+def test_ranks_partials_sum_to_the_whole(storage, tp, ep):
+    generator = torch.Generator().manual_seed(1)
+    x, weights = torch.randn(9, WIDTH, generator=generator), torch.rand(9, 2, generator=generator)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(9)])
+    total = torch.zeros(9, WIDTH)
+    for rank in range(tp):
+        experts = fill(storage, ParallelState(rank=rank, tp=tp, ep=ep))
+        local = ids - experts.local.start
+        total += experts(x, local.masked_fill((local < 0) | (local >= len(experts.local)), -1), weights)
+    assert torch.allclose(total, reference.experts(x, ids, weights, GATE_UP, DOWN), atol=1e-5)
+
+
+def test_a_weight_shape_that_disagrees_is_refused():
+    specs = EXPERT_STORAGE["int4"](EXPERTS, WIDTH, INNER, ParallelState(), torch.float32).specs("x.")
+    with pytest.raises(ValueError, match=r"says \[64, 128\]"):
+        specs["x.2.up_proj.weight_shape"].store(torch.tensor([64, 128]))
+
+
+def test_slices_that_cut_a_group_are_refused():
+    with pytest.raises(ValueError, match="128 / 8 = 16"):
+        EXPERT_STORAGE["int4"](EXPERTS, WIDTH, INNER, ParallelState(tp=8), torch.float32)
+    with pytest.raises(ValueError, match="40"):
+        EXPERT_STORAGE["int4"](EXPERTS, 40, INNER, ParallelState(), torch.float32).specs("")
+
+
+def headers(*names: str, dtype: str = "BF16") -> dict[str, TensorHeader]:
+    return {name: TensorHeader(Path("model.safetensors"), dtype, (2, 2)) for name in names}
+
+
+def test_the_storage_is_told_by_the_tensors():
+    assert detect_storage(headers("a.mlp.experts.0.up_proj.weight_packed", "a.norm.weight")) == "int4"
+    assert detect_storage(headers("a.mlp.experts.0.up_proj.weight")) == "float"
+    for stored in ("weight", "weight_packed"):
+        with pytest.raises(ValueError, match="FP8"):
+            detect_storage(headers(f"a.mlp.experts.0.up_proj.{stored}", "a.mlp.gate_proj.weight_scale_inv"))
+    with pytest.raises(ValueError, match="FP8"):
+        detect_storage(headers("a.mlp.experts.0.up_proj.weight", dtype="F8_E4M3"))
