@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from engine.comm import control
-from engine.comm.control import ControlClient, ControlServer, RankFailure
+from engine.comm.control import ControlClient, ControlServer
+from engine.request import EngineDeadError
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 20.0
@@ -49,7 +50,7 @@ class Server:
     def _start(self, world_size: int) -> None:
         try:
             self.server = ControlServer(self.store, world_size, "127.0.0.1")
-        except RankFailure as error:
+        except EngineDeadError as error:
             self.error = error
 
     @property
@@ -223,7 +224,7 @@ def test_a_killed_rank_is_noticed_at_once():
         assert ready.failure is None
         process.send_signal(signal.SIGKILL)
         assert ready.wait_for_failure(5.0) == "rank 1 ended without a word"
-        with pytest.raises(RankFailure, match="rank 1"):
+        with pytest.raises(EngineDeadError, match="rank 1"):
             for _ in range(100):
                 ready.broadcast({"x": "y" * 100_000})
         ready.close()
