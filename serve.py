@@ -91,6 +91,7 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
 
     _die_at_once_on_signals()
     core, ranks = start_engine(config)
+    _listen(listener, ranks.close)
     server = _Server(ranks.kill)
     client = EngineClient(core, on_error=server.stop_after_failure)
     names = arguments.served_model_name or [core.model_name]
@@ -138,6 +139,15 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _listen(listener: socket.socket, close_ranks: Callable[[], None]) -> None:
+    """Two servers that start together may both take an address; the one that listens later cannot."""
+    try:
+        listener.listen()
+    except OSError as error:
+        close_ranks()
+        raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
+
+
 def _check_keys(arguments: argparse.Namespace) -> None:
     if any(not key.strip() for key in arguments.api_key):
         raise ConfigError("--api-key is empty; give a key or leave the option out.")
@@ -181,10 +191,7 @@ class _Server:
         start = self._server.startup
 
         async def startup(sockets: list[socket.socket] | None = None) -> None:
-            try:
-                await start(sockets=sockets)
-            except OSError as error:  # two servers may take one address as long as neither listens
-                raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
+            await start(sockets=sockets)
             on_ready()
 
         self._server.startup = startup

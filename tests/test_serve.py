@@ -102,12 +102,12 @@ def test_sigterm_lets_a_stream_finish(small, tmp_path):
     with serving(PYTHON, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
         stream = start_stream(port, 150)
         program.signal(signal.SIGTERM)
-        until(lambda: refuses_connections(port), 5, "new connections are refused")
+        until(lambda: refuses_connections(port), 20, "new connections are refused")
         assert program.process.poll() is None
         *chunks, last = rest_of(stream)
         assert last == "[DONE]"
         assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
-        assert program.ends(5) == 0, program.output
+        assert program.ends() == 0, program.output
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
@@ -116,9 +116,9 @@ def test_a_second_signal_ends_a_running_stream_at_once(small, tmp_path, launcher
         stream = start_stream(port, 4000)
         (rank_0,) = [p for p in program.find("serve.py") if p != program.process.pid] or [program.process.pid]
         os.kill(rank_0, signal.SIGTERM)
-        until(lambda: refuses_connections(port), 5, "the first signal has been seen")
+        until(lambda: refuses_connections(port), 20, "the first signal has been seen")
         os.kill(rank_0, signal.SIGTERM)
-        assert program.ends(5) != 0
+        assert program.ends() != 0
         with pytest.raises(httpx.TransportError):
             rest_of(stream)
 
@@ -131,7 +131,7 @@ def test_sigkill_of_rank_0_leaves_no_worker(small, tmp_path, moment):
         try:
             until(lambda: program.find("engine.worker"), 60, "a worker has been started")
             program.signal(signal.SIGKILL)
-            program.ends(5)
+            program.ends()
         finally:
             program.kill()
         return
@@ -139,7 +139,7 @@ def test_sigkill_of_rank_0_leaves_no_worker(small, tmp_path, moment):
         if moment == "stream":
             start_stream(port, 4000)
         program.signal(signal.SIGKILL)
-        assert program.ends(5) == -signal.SIGKILL
+        assert program.ends() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("moment", ["idle", "stream"])
@@ -150,7 +150,7 @@ def test_sigkill_of_a_worker_ends_the_server_with_the_reason(small, tmp_path, mo
         os.kill(worker, signal.SIGKILL)
         if stream is not None:
             assert "error" in json.loads(next(x for x in rest_of(stream) if "error" in x))
-        assert program.ends(8) == 1, program.output
+        assert program.ends() == 1, program.output
         assert "rank 1" in program.output and "Traceback" not in program.output, program.output
 
 
@@ -272,7 +272,7 @@ def test_a_port_taken_while_loading(small, tmp_path):
         with running([*PYTHON, "serve.py", *options], tmp_path) as program:
             program.expect("without --api-key")
             other.listen()
-            assert program.ends(60) == 2
+            assert program.ends() == 2
             assert "serve.py: cannot listen" in program.output and "Traceback" not in program.output, program.output
 
 
@@ -305,5 +305,5 @@ def test_the_key_is_asked_for_and_never_shown(small, tmp_path):
         assert httpx.get(url).status_code == 401
         assert httpx.get(url, headers={"Authorization": "Bearer a-key-of-mine"}).status_code == 200
         program.signal(signal.SIGTERM)
-        assert program.ends(5) == 0
+        assert program.ends() == 0
         assert "a-key-of-mine" not in program.output

@@ -91,7 +91,7 @@ def test_ranks_end_with_the_object_and_a_second_engine_follows(script):
 def test_ranks_end_with_the_process(script, end, code):
     program = script(f"llm = make()\nids(llm)\nsay('ready')\n{end}")
     program.expect("ready ")
-    assert program.ends(8) == code, program.output
+    assert program.ends() == code, program.output
     assert ("of the script" in program.output) == (code == 1)
 
 
@@ -107,7 +107,7 @@ def test_ranks_end_when_a_signal_ends_the_script(script, number):
     """)
     program.expect("ready ")
     program.signal(number)
-    assert program.ends(8) != 0
+    assert program.ends() != 0
     assert ("KeyboardInterrupt" in program.output) == (number == signal.SIGINT)
 
 
@@ -162,7 +162,7 @@ def test_a_rank_that_dies_while_starting_is_named(script):
         sys.executable = "/bin/false"
         make()
     """)
-    assert program.ends(60) == 1
+    assert program.ends() == 1
     assert "rank 1 ended with exit code 1" in program.output, program.output
 
 
@@ -215,14 +215,14 @@ def test_ranks_with_different_settings_all_stop_with_the_name(script, by_rank):
             sys.exit(2)
     """
     program = script(body, [*STANDALONE, "--nproc-per-node", "2"])
-    assert program.ends(60) != 0
+    assert program.ends() != 0
     lines = [x for x in program.output.splitlines() if x.startswith("refused ")]
     assert len(lines) == 2 and all(by_rank.split("=")[0] in x and "rank 1" in x for x in lines), program.output
 
 
 def test_a_wrong_number_of_ranks_under_torchrun(script):
     program = script("make(tp=4)", [*STANDALONE, "--nproc-per-node", "2"])
-    assert program.ends(60) != 0
+    assert program.ends() != 0
     assert "torchrun started 2 ranks, but tp=4" in program.output
 
 
