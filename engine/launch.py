@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engine import log
 from engine.attention.backend import ATTENTION_BACKENDS
 from engine.comm.control import ControlClient, ControlServer
 from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore, Replica
-from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner, check_model
 from engine.request import EngineDeadError
@@ -193,7 +193,7 @@ def _start_ranks(config: EngineConfig) -> Ranks:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     for rank in range(1, config.tp):
         command = [sys.executable, "-m", "engine.worker", "--rank", str(rank), "--world-size", str(config.tp)]
-        command += ["--store", f"127.0.0.1:{store.port}", "--log-level", logging_level()]
+        command += ["--store", f"127.0.0.1:{store.port}", "--log-level", log.level()]
         # Its own session: Ctrl-C in a terminal reaches rank 0 alone, which then ends the others in order. The pipe
         # stays open as long as rank 0 lives.
         ranks.children.append(
@@ -221,12 +221,6 @@ def _loopback_store() -> dist.TCPStore:
         timeout=_START_TIMEOUT,
         master_listen_fd=listener.detach(),  # the store closes it
     )
-
-
-def logging_level() -> str:
-    import logging
-
-    return logging.getLevelName(logger.getEffectiveLevel()).lower()
 
 
 def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore | Follower:

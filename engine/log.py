@@ -15,3 +15,8 @@ def setup(level: str = "info", rank: int = 0) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def level() -> str:
+    """The level in force, as `setup` takes it."""
+    return logging.getLevelName(logger.getEffectiveLevel()).lower()

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from engine.comm.parallel_state import ParallelState
 
+# torch 2.13 renamed it; 2.11 has the old name alone.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def all_reduce(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
     """Sum over all ranks, in place. Returns (x, bytes sent: a ring moves 2 (P-1)/P of the tensor)."""
@@ -24,7 +27,7 @@ def all_gather(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, 
     if parallel.tp == 1:
         return x.unsqueeze(0), 0
     out = torch.empty(parallel.tp, *x.shape, dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=parallel.group)
+    _all_gather_single(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=parallel.group)
     return out, (parallel.tp - 1) * x.nbytes
 
 
