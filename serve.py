@@ -6,7 +6,6 @@ Turns arguments into a configuration, starts or joins the ranks, then is the ser
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from dataclasses import fields
 
 from engine import log
 from engine.config import DEVICES, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
+from engine.json_files import parse_json
 from engine.request import EngineDeadError
 from engine.weights import CheckpointError
 
@@ -56,11 +56,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def _json_object(text: str) -> dict:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a JSON object")
     return value
 
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     listener = _bind(arguments.host, arguments.port)
-    _check_keys(arguments)
+    _check_names(arguments)
     from engine.launch import start_engine
     from engine.server.app import create_app
     from engine.server.client import EngineClient
@@ -134,7 +134,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # a host name that cannot be encoded
         raise ConfigError(f"cannot listen on {host} port {port} ({error}); choose another with --port.") from None
     return listener
 
@@ -148,7 +148,9 @@ def _listen(listener: socket.socket, close_ranks: Callable[[], None]) -> None:
         raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
 
 
-def _check_keys(arguments: argparse.Namespace) -> None:
+def _check_names(arguments: argparse.Namespace) -> None:
+    if not all(arguments.served_model_name or ["the directory's"]):
+        raise ConfigError("--served-model-name is empty; give a name or leave the option out.")
     if any(not key.strip() for key in arguments.api_key):
         raise ConfigError("--api-key is empty; give a key or leave the option out.")
     if not arguments.api_key and arguments.host not in ("127.0.0.1", "::1", "localhost"):

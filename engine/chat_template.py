@@ -15,11 +15,12 @@ from typing import Any
 
 import jinja2
 from jinja2 import meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.chat_messages import ROLES, prepare_messages, prepare_tools
 from engine.config import ConfigError
+from engine.json_files import read_json, read_text
 from engine.request import InvalidRequestError
+from engine.template_sandbox import TemplateEnvironment, TemplateRefusal
 from engine.tokenizer import Tokenizer
 
 # What a caller may set, and the name under which the templates of the family read it.
@@ -33,10 +34,6 @@ ENUMERATED_KEYS = frozenset(("role", "type"))
 ENUMERATED_VALUES = frozenset((*ROLES, "text", "function"))
 
 
-class TemplateRefusal(jinja2.TemplateError):
-    """The template itself called raise_exception."""
-
-
 class ChatTemplate:
     """One compiled chat template. `render` gives the reference text, `encode` the ids that go to the model."""
 
@@ -45,9 +42,9 @@ class ChatTemplate:
 
         Raises jinja2.TemplateSyntaxError.
         """
-        environment = _environment()
-        self._variables = meta.find_undeclared_variables(environment.parse(source))
-        self._template = environment.from_string(source)
+        self._environment = TemplateEnvironment()
+        self._variables = meta.find_undeclared_variables(self._environment.parse(source))
+        self._template = self._environment.from_string(self._environment.parse_limited(source))
         self._declare_tools = declare_tools
 
     @classmethod
@@ -57,13 +54,13 @@ class ChatTemplate:
         file = folder / "chat_template.jinja"
         try:
             if file.exists():
-                source = file.read_text(encoding="utf-8")
+                source = read_text(file)
             else:
                 file = folder / "tokenizer_config.json"
-                source = _configured_template(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+                source = _configured_template(read_json(file)) if file.exists() else None
             return None if source is None else cls(source, declare_tools)
-        except (OSError, ValueError, jinja2.TemplateError) as error:
-            raise ConfigError(f"Cannot use the chat template in {file}: {error}") from error
+        except (ValueError, jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            raise ConfigError(f"Cannot use the chat template in {file} ({error}); fix or remove it.") from error
 
     def check_switches(self, switches: Any) -> dict[str, bool]:
         """The template's switches out of a caller's chat_template_kwargs; null values count as not given.
@@ -155,7 +152,7 @@ class ChatTemplate:
     def _render(self, inputs: dict[str, Any], mask: PlainMask) -> str:
         hidden = {name: _hide(value, mask) for name, value in inputs.items()}
         try:
-            return self._template.render(**hidden, json_mask=mask)
+            return self._environment.render_limited(self._template, {**hidden, "json_mask": mask})
         except TemplateRefusal as error:
             raise InvalidRequestError(f"The chat template refuses these messages: {error}", param="messages") from error
         except Exception as error:  # a template may fail in any way on input that it was not written for
@@ -237,40 +234,12 @@ def _owned_spans(tokenizer: Tokenizer, pieces: list[str]) -> list[tuple[int, int
     return spans
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up for chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-@jinja2.pass_context
-def _tojson(
-    context: jinja2.runtime.Context,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; jinja's own filter would escape <, >, & and quotes for HTML."""
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return context["json_mask"].hide_json(text)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateRefusal(message)
-
-
 def _configured_template(config: Any) -> str | None:
     """`chat_template` of a tokenizer_config: one text, or a list of named ones of which "default" counts."""
     template = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[-1].get("template") if entries else None
     if template is not None and not isinstance(template, str):
         raise ValueError("chat_template must be a text or a list with an entry named default.")
     return template

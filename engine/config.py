@@ -12,6 +12,7 @@ TINY_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "kimi_k25"
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors")
+MAX_COUNT = 2**31 - 1
 
 
 class ConfigError(ValueError):
@@ -57,14 +58,14 @@ class EngineConfig:
         if not _is_int(self.seed):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}.")
         if self.tp % self.ep:
-            fit = [d for d in range(1, self.tp + 1) if self.tp % d == 0]
+            fit = [d for d in range(1, min(self.tp, 1024) + 1) if self.tp % d == 0]
             raise ConfigError(f"ep={self.ep} does not divide tp={self.tp}; use one of {fit}.")
         for name, known in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
         memory = self.kv_cache_memory_gb
-        if memory is not None and not (_is_number(memory) and 0 < memory < float("inf")):
-            raise ConfigError(f"kv_cache_memory_gb must be a number above 0, not {memory!r}.")
+        if memory is not None and not (_is_number(memory) and 0 < memory <= MAX_COUNT):
+            raise ConfigError(f"kv_cache_memory_gb must be a number above 0 and at most {MAX_COUNT}, not {memory!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
 
@@ -72,8 +73,8 @@ class EngineConfig:
         for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             unset = value is None and name in ("max_model_len", "num_threads")
-            if not unset and (not _is_int(value) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+            if not unset and (not _is_int(value) or not 1 <= value <= MAX_COUNT):
+                raise ConfigError(f"{name} must be a whole number from 1 to {MAX_COUNT}, not {value!r}.")
 
     def resolve(self, cuda_devices: int) -> EngineConfig:
         """Replaces every "auto" that depends on the machine alone; `cuda_devices` counts the GPUs of this host."""

@@ -15,7 +15,7 @@ from typing import Any
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
-from engine.model_files import ModelFiles
+from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import BLOCK_SIZE, ModelRunner, ModelRunnerOutput
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
@@ -77,9 +77,7 @@ class EngineCore:
     ):
         self.config = config
         self.tokenizer, self.chat_template = files.tokenizer, files.chat_template
-        self.generation_defaults = {
-            k: v for k, v in files.generation_config.items() if k in ("temperature", "top_p", "top_k", "min_p")
-        }
+        self.generation_defaults = {k: v for k, v in files.generation_config.items() if k in SAMPLING_DEFAULTS}
         self.model_name = files.directory.name
         self.max_model_len = runner.max_model_len
         self.vocab_size = files.model_config.vocab_size

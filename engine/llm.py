@@ -34,7 +34,8 @@ class LLM:
 
     `model=None` is the bundled tiny checkpoint. With tp > 1 the other ranks are started here and end with this object
     or this process; under torchrun the object joins them, every rank runs the same calls and gets the same results.
-    Usable as a context manager. Raises ConfigError or CheckpointError for settings or files that cannot work.
+    Threads may call it at once. Usable as a context manager. Raises ConfigError or CheckpointError for settings or files
+    that cannot work.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
@@ -46,6 +47,8 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._ranks.close)
         self._ids = itertools.count()
         self._deltas: dict[str, deque[CompletionDelta]] = {}
+        # The engine is one thread's. Held for a step at a time; entered again if a stream is collected within one.
+        self._lock = threading.RLock()
 
     def generate(
         self,
@@ -151,9 +154,10 @@ class LLM:
                 self._engine.return_to_ranks(call.value)
 
     def _end(self, call: _Call) -> None:
-        for request_id in call.request_ids:
-            del self._deltas[request_id]
-            self._engine.abort_request(request_id)
+        with self._lock:
+            for request_id in call.request_ids:
+                del self._deltas[request_id]
+                self._engine.abort_request(request_id)
         while self._engine.failure is None and self._engine.has_unfinished() and not self._deltas:
             self._step()
 
@@ -179,8 +183,9 @@ class LLM:
         return list(outputs.values())
 
     def _add(self, call: _Call, output: RequestOutput, params: SamplingParams) -> None:
-        self._engine.add_request(output.request_id, output.prompt_token_ids, params)
-        self._deltas[output.request_id] = deque()
+        with self._lock:
+            self._engine.add_request(output.request_id, output.prompt_token_ids, params)
+            self._deltas[output.request_id] = deque()
         call.request_ids.append(output.request_id)
         call.num_running += params.n
 
@@ -195,11 +200,12 @@ class LLM:
                     yield delta
 
     def _step(self) -> None:
-        with _interrupts_wait():
-            deltas = self._engine.step()
-        for delta in deltas:
-            if delta.request_id in self._deltas:
-                self._deltas[delta.request_id].append(delta)
+        with self._lock:
+            with _interrupts_wait():
+                deltas = self._engine.step()
+            for delta in deltas:
+                if delta.request_id in self._deltas:
+                    self._deltas[delta.request_id].append(delta)
 
 
 @dataclass

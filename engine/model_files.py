@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,11 @@ from typing import Any
 import models
 from engine.chat_template import ChatTemplate
 from engine.config import ConfigError, EngineConfig
+from engine.json_files import read_json, token_ids
+from engine.request import InvalidRequestError, SamplingParams
 from engine.tokenizer import Tokenizer
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,9 @@ class ModelFiles:
     def read(cls, config: EngineConfig) -> ModelFiles:
         """Raises ConfigError in one sentence for a path that is no checkpoint of a known model."""
         directory = Path(config.model)
-        if not directory.exists():
+        if not os.path.exists(directory):  # Path.exists raises for a name that is too long
             raise ConfigError(
-                f"model {config.model!r} does not exist; give the path of a Hugging Face checkpoint directory."
+                f"model {config.model[:200]!r} does not exist; give the path of a Hugging Face checkpoint directory."
             )
         if not (directory / "config.json").is_file():
             raise ConfigError(
@@ -42,12 +46,11 @@ class ModelFiles:
             model_config = entry.parse_config(raw)
         except ValueError as error:
             raise ConfigError(f"{directory}: {error}") from error
-        generation = directory / "generation_config.json"
         return cls(
             directory,
             entry,
             model_config,
-            read_json(generation) if generation.is_file() else {},
+            _generation_config(directory / "generation_config.json", model_config.vocab_size),
             _tokenizer(directory, model_config.vocab_size),
             ChatTemplate.from_directory(directory, entry.declare_tools),
         )
@@ -55,10 +58,21 @@ class ModelFiles:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids that end a sequence: both config files and the tokenizer may name some, and each counts."""
-        value = self.generation_config.get("eos_token_id")
-        listed = value if isinstance(value, list) else [value]
+        listed = token_ids(self.generation_config.get("eos_token_id"), "eos_token_id", self.model_config.vocab_size)
         ends = (self.tokenizer.eos_id, self.tokenizer.im_end_id, self.tokenizer.eot_id)
-        return frozenset(i for i in (*listed, *self.model_config.eos_token_ids, *ends) if isinstance(i, int))
+        return frozenset(i for i in (*listed, *self.model_config.eos_token_ids, *ends) if i is not None)
+
+
+def _generation_config(path: Path, vocab_size: int) -> dict[str, Any]:
+    """Checked here, since a value out of range would otherwise fail every request that leaves it to the checkpoint."""
+    values = read_json(path) if path.exists() else {}
+    defaults = {name: values[name] for name in SAMPLING_DEFAULTS if values.get(name) is not None}
+    try:
+        token_ids(values.get("eos_token_id"), "eos_token_id", vocab_size)
+        SamplingParams(**defaults)
+    except (InvalidRequestError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return values
 
 
 def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
@@ -77,13 +91,3 @@ def _override(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     if isinstance(raw.get("text_config"), dict):
         raw["text_config"] = raw["text_config"] | overrides
     return raw
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}).") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
-    return data

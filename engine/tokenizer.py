@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import tiktoken
 
 from engine.config import ConfigError
+from engine.json_files import read_json, read_text
 from engine.request import InvalidRequestError
 
 NUM_SPECIAL_TOKENS = 256
@@ -116,7 +116,7 @@ class Tokenizer:
         folder = Path(path)
         ranks = read_ranks(folder / "tiktoken.model")
         config_file = folder / "tokenizer_config.json"
-        config = _read_json(config_file) if config_file.exists() else {}
+        config = read_json(config_file) if config_file.exists() else {}
         special_tokens, hidden = _special_tokens(config, len(ranks), config_file)
         bos, eos = (_token_name(config, key, special_tokens, config_file) for key in ("bos_token", "eos_token"))
         tokenizer = cls(ranks, special_tokens, hidden, bos, eos)
@@ -227,10 +227,7 @@ def write_ranks(path: str | Path, ranks: Iterable[bytes]) -> None:
 def read_ranks(path: str | Path) -> list[bytes]:
     """Token bytes by rank; raises ConfigError unless the ranks are 0..n-1 and hold every single byte."""
     path = Path(path)
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"Cannot read the tokenizer file {path}: {error.strerror or error}.") from error
+    lines = read_text(path).splitlines()
     pairs = sorted(_parse_rank(line, number, path) for number, line in enumerate(lines, 1) if line.strip())
     ranks = [token for _, token in pairs]
     known = set(ranks)
@@ -242,22 +239,12 @@ def read_ranks(path: str | Path) -> list[bytes]:
     return ranks
 
 
-def _parse_rank(line: bytes, number: int, path: Path) -> tuple[int, bytes]:
+def _parse_rank(line: str, number: int, path: Path) -> tuple[int, bytes]:
     try:
         token, rank = line.split()
         return int(rank), base64.b64decode(token, validate=True)
     except (ValueError, binascii.Error):
         raise ConfigError(f"{path}, line {number}: not 'base64 rank'; get the file again (is it a stub?).") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read {path}: {error}.") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
-    return data
 
 
 def _special_tokens(config: dict, num_ranks: int, path: Path) -> tuple[dict[str, int], set[int]]:
@@ -315,10 +302,10 @@ def _check_fast_tokenizer(path: Path, special_tokens: dict[str, int]) -> None:
     """A tokenizer.json beside the ranks is not used; if its control tokens differ, other tools would read other ids."""
     if not path.exists():
         return
-    added = _read_json(path).get("added_tokens") or []
+    added = read_json(path).get("added_tokens") or []
     for entry in added if isinstance(added, list) else []:
         name, token_id = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
-        if name in special_tokens and special_tokens[name] != token_id:
+        if isinstance(name, str) and special_tokens.get(name, token_id) != token_id:
             raise ConfigError(
                 f"{path} gives {name} the id {token_id}, but tiktoken.model gives {special_tokens[name]}; "
                 f"remove {path.name}."

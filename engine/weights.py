@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from engine.config import ConfigError
+from engine.json_files import read_json
+
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER = 100 * 2**20
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1}
@@ -112,6 +115,7 @@ class Checkpoint:
                     part = specs[name].part
                     value = reader.get_slice(name)[part] if part else reader.get_tensor(name)
                     try:
+                        _check_finite(value)
                         specs[name].store(value)
                     except ValueError as error:
                         raise CheckpointError(f"{file.name}: tensor {name} {error}") from error
@@ -124,15 +128,21 @@ class Checkpoint:
         yield from files.items()
 
 
+def _check_finite(value: torch.Tensor) -> None:
+    """Raises ValueError for a weight or scale that would spoil every answer."""
+    if value.is_floating_point() and not value.isfinite().all():
+        raise ValueError("holds a value that is not a number or infinite; fetch the file again.")
+
+
 def _read_index(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX_NAME
     if not path.is_file():
         return None
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        index = read_json(path)["weight_map"]
+    except (ConfigError, KeyError) as error:
         raise CheckpointError(f"{path}: not a readable index ({error}); fetch the file again.") from error
-    if not isinstance(index, dict) or not all(isinstance(v, str) and Path(v).name == v for v in index.values()):
+    if not isinstance(index, dict) or not all(_is_file_name(v) for v in index.values()):
         raise CheckpointError(f"{path}: weight_map must map tensor names to file names of this directory.")
     return index
 
@@ -148,6 +158,10 @@ def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing, but {INDEX_NAME} names it; fetch the file again.")
     return files
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name and len(name) <= 255 and "\0" not in name
 
 
 def read_header(file: Path) -> dict[str, TensorHeader]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
+from engine.json_files import token_ids
 from engine.layers.rotary import RopeParameters
+
+# Far above any model, and low enough that no product of three of them overflows.
+MAX_SIZE = 2**18
+MAX_LENGTH = 2**31
+MAX_NUMBER = 10**9
+MIN_POSITIVE = 1e-3
 
 _COUNTS = (
     "hidden_size",
@@ -70,7 +78,7 @@ class KimiConfig:
             q_lora_rank=None if text.get("q_lora_rank") is None else _count(text, "q_lora_rank"),
             n_shared_experts=_number(text, "n_shared_experts", 0, kind=int) if text.get("n_shared_experts") else 0,
             first_k_dense_replace=_number(text, "first_k_dense_replace", 0, kind=int),
-            norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+            norm_topk_prob=_flag(text, "norm_topk_prob", True),
             routed_scaling_factor=_number(text, "routed_scaling_factor", 1.0),
             rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
             low_rank_norm_eps=_number(text, "low_rank_norm_eps", 1e-6),
@@ -86,8 +94,9 @@ def _count(text: dict[str, Any], name: str) -> int:
     value = text.get(name)
     if value is None:
         raise ValueError(f"config.json lacks {name}.")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {name} must be a whole number of at least 1, not {value!r}.")
+    most = MAX_LENGTH if name in ("vocab_size", "max_position_embeddings") else MAX_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"config.json: {name} must be a whole number from 1 to {most}, not {_short(value)}.")
     return value
 
 
@@ -95,9 +104,30 @@ def _number(source: dict[str, Any], name: str, default: float, kind: type = floa
     value = source.get(name)
     if value is None:
         return kind(default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or kind(value) != value or value < 0:
-        raise ValueError(f"config.json: {name} must be a number of at least 0, not {value!r}.")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_NUMBER or kind(value) != value:
+        raise ValueError(f"config.json: {name} must be a number from 0 to {MAX_NUMBER}, not {_short(value)}.")
     return kind(value)
+
+
+def _positive(source: dict[str, Any], name: str, default: float, kind: type = float) -> Any:
+    value = _number(source, name, default, kind)
+    if value < MIN_POSITIVE:
+        raise ValueError(f"config.json: {name} must be at least {MIN_POSITIVE}, not {value!r}.")
+    return value
+
+
+def _flag(text: dict[str, Any], name: str, default: bool) -> bool:
+    value = text.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"config.json: {name} must be true or false, not {_short(value)}.")
+    return default if value is None else value
+
+
+def _short(value: Any) -> str:
+    """`value` for a message of one line, whatever its size."""
+    text = f"{value:.3g}" if isinstance(value, float) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _refuse_unknown_math(text: dict[str, Any]) -> None:
@@ -124,7 +154,9 @@ def _rope(text: dict[str, Any]) -> RopeParameters:
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ValueError("config.json: rope_scaling must be an object.")
-    theta = _number(scaling if scaling.get("rope_theta") else text, "rope_theta", 10000.0)
+    theta = _number(text if scaling.get("rope_theta") is None else scaling, "rope_theta", 10000.0)
+    if theta <= 1.0:
+        raise ValueError(f"config.json: rope_theta must be above 1, not {theta!r}.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return RopeParameters(theta)
@@ -132,10 +164,10 @@ def _rope(text: dict[str, Any]) -> RopeParameters:
         raise ValueError(f"config.json: rope type {kind!r} is not supported; use yarn or default.")
     return RopeParameters(
         theta=theta,
-        factor=_number(scaling, "factor", 1.0),
-        original_max_position_embeddings=_number(scaling, "original_max_position_embeddings", 4096, kind=int),
-        beta_fast=_number(scaling, "beta_fast", 32.0),
-        beta_slow=_number(scaling, "beta_slow", 1.0),
+        factor=_positive(scaling, "factor", 1.0),
+        original_max_position_embeddings=_positive(scaling, "original_max_position_embeddings", 4096, kind=int),
+        beta_fast=_positive(scaling, "beta_fast", 32.0),
+        beta_slow=_positive(scaling, "beta_slow", 1.0),
         mscale=_number(scaling, "mscale", 1.0),
         mscale_all_dim=_number(scaling, "mscale_all_dim", 0.0),
     )
@@ -143,5 +175,4 @@ def _rope(text: dict[str, Any]) -> RopeParameters:
 
 def _eos_ids(text: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
     value = text.get("eos_token_id", config.get("eos_token_id"))
-    ids = value if isinstance(value, list) else [value]
-    return tuple(i for i in ids if isinstance(i, int))
+    return token_ids(value, "config.json: eos_token_id", text["vocab_size"])

@@ -37,6 +37,7 @@ def load_model(
         storage = detect_storage(checkpoint.tensors)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
+    _check_counts(config, len(checkpoint.tensors))
     model = KimiModel(config, parallel, dtype, backend=backend, expert_storage=storage, shards_tokens=shards_tokens)
     prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
     specs = model.specs(prefix)
@@ -44,3 +45,13 @@ def load_model(
     if not is_check:
         checkpoint.load(specs)
     return model
+
+
+def _check_counts(config: KimiConfig, num_tensors: int) -> None:
+    """A config of far more layers or experts than the files hold would take hours to compare with them."""
+    moe_layers = max(config.num_hidden_layers - config.first_k_dense_replace, 0)
+    if max(config.num_hidden_layers, moe_layers * config.n_routed_experts) > num_tensors:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers={config.num_hidden_layers} and n_routed_experts={config.n_routed_experts} "
+            f"ask for more than the {num_tensors} tensors of the checkpoint."
+        )

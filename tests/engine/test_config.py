@@ -10,8 +10,8 @@ from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
 @pytest.mark.parametrize(
     ("name", "value"),
     [(n, v) for n in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens") for v in (0, -1, 1.0, "2", True, None)]
-    + [(n, v) for n in ("max_model_len", "num_threads") for v in (0, -5, 2.5, "8", True)]
-    + [("kv_cache_memory_gb", v) for v in (0, -1.0, float("nan"), float("inf"), "4", True, [1])]
+    + [(n, v) for n in ("max_model_len", "num_threads") for v in (0, -5, 2.5, "8", True, 10**11)]
+    + [("kv_cache_memory_gb", v) for v in (1e300, 10**400, 0, -1.0, float("nan"), float("inf"), "4", True, [1])]
     + [("seed", v) for v in (None, 1.5, "x", [1], True)]
     + [("dtype", "float16"), ("dtype", None), ("device", "tpu"), ("load_format", "gguf")]
     + [("hf_overrides", "{}"), ("hf_overrides", [1]), ("model", 5), ("model", ["a"])],
@@ -27,6 +27,12 @@ def test_ep_divides_tp():
     with pytest.raises(ConfigError, match=r"ep=3 does not divide tp=4; use one of \[1, 2, 4\]"):
         EngineConfig(tp=4, ep=3)
     assert EngineConfig(tp=4, ep=2).ep == 2
+
+
+def test_a_huge_tp_is_refused_at_once():
+    """Its divisors are not all looked for."""
+    with pytest.raises(ConfigError, match="ep=2 does not divide"):
+        EngineConfig(tp=10**9 + 7, ep=2)
 
 
 def test_a_config_goes_through_json_unchanged():

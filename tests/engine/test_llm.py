@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -185,6 +186,13 @@ def test_open_streams_and_other_calls_do_not_mix(llm):
     tokens["Two"] += [t for d in second for t in d.token_ids]
     tokens["One"] += [t for d in first for t in d.token_ids]
     assert tokens["One"] == expected["One"] and tokens["Two"] == expected["Two"]
+
+
+def test_threads_may_call_at_once(llm):
+    alone = [o.outputs for o in llm.generate([[1 + i] for i in range(4)], GREEDY)]
+    with ThreadPoolExecutor(4) as pool:
+        for answers in [pool.map(lambda i: llm.generate([[1 + i]], GREEDY)[0].outputs, range(4)) for _ in range(3)]:
+            assert list(answers) == alone
 
 
 def test_chat_renders_messages_tools_and_switches(llm):

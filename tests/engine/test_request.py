@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "value"),
     [("n", v) for v in (0, -1, 129, 1.5, "2", True, None)]
-    + [("temperature", v) for v in (-0.1, 2.1, NAN, INF, "1", None, True)]
+    + [("temperature", v) for v in (-0.1, 2.1, NAN, INF, 10**400, "1", None, True)]
     + [("top_p", v) for v in (0, -0.5, 1.1, NAN, "x", None)]
     + [("top_k", v) for v in (-2, 1.5, "3", True, None)]
     + [("min_p", v) for v in (-0.1, 1.1, NAN, None)]

@@ -13,6 +13,7 @@ from engine.weights import CheckpointError
 from tests import oracle
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.damage import DAMAGES
+from tests.damage_hostile import HOSTILE
 
 REFUSED = (CheckpointError, ConfigError)
 
@@ -34,11 +35,11 @@ def check_sentence(error: Exception, words: list[str]) -> None:
         assert word in message, f"{word!r} is not named in: {message}"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, *HOSTILE])
 def test_damage_stops_the_start_and_is_named(sound, tmp_path, damage):
     directory = tmp_path / "model"
     shutil.copytree(sound, directory)
-    words = DAMAGES[damage](directory)
+    words = (DAMAGES | HOSTILE)[damage](directory)
     with pytest.raises(REFUSED) as caught:
         load(directory)
     check_sentence(caught.value, words)
@@ -63,6 +64,12 @@ def test_a_path_that_is_no_checkpoint(tmp_path, kind):
     with pytest.raises(REFUSED) as caught:
         load(path)
     check_sentence(caught.value, [str(path)])
+
+
+def test_a_path_too_long_for_any_file():
+    with pytest.raises(ConfigError) as caught:
+        load("x" * 5000)
+    check_sentence(caught.value, ["does not exist"])
 
 
 CODE_FILES = (
