@@ -34,8 +34,9 @@ class LLM:
 
     `model=None` is the bundled tiny checkpoint. With tp > 1 the other ranks are started here and end with this object
     or this process; under torchrun the object joins them, every rank runs the same calls and gets the same results.
-    Threads may call it at once. Usable as a context manager. Raises ConfigError or CheckpointError for settings or files
-    that cannot work.
+    Threads may call it at once. Usable as a context manager.
+
+    Raises ConfigError or CheckpointError for settings or files that cannot work.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
