@@ -153,6 +153,8 @@ def _check_names(arguments: argparse.Namespace) -> None:
         raise ConfigError("--served-model-name is empty; give a name or leave the option out.")
     if any(not key.strip() for key in arguments.api_key):
         raise ConfigError("--api-key is empty; give a key or leave the option out.")
+    if not all(key.isascii() and key.isprintable() for key in arguments.api_key):
+        raise ConfigError("--api-key must be printable ASCII, since HTTP headers carry nothing else safely.")
     if not arguments.api_key and arguments.host not in ("127.0.0.1", "::1", "localhost"):
         log.logger.warning("listening on %s without --api-key: anyone who can reach it can use it", arguments.host)
 

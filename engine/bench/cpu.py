@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.bench.report import Report, interleave
+from engine.bench.report import Report, interleave, model_name
 from engine.bench.transformers_arm import TransformersArm
 from engine.config import TINY_CHECKPOINT, ConfigError
 
@@ -134,11 +134,11 @@ def run(args: argparse.Namespace) -> Report:
     if any(d is not None for result in results for d in result["differences"]):
         notes.append("Tokens differ: see first_difference in the JSON; in float32 only a near-tie may do that.")
     data = {
-        "model": args.model,
+        "model": model_name(args.model),
         "num_tokens": args.tokens,
         "rounds": args.rounds,
         "transformers_settings": theirs.describe(),
         "results": [as_json(result) for result in results],
     }
-    title = f"Greedy decoding, float32, {args.tokens} tokens a prompt, {args.rounds} rounds: {args.model}"
+    title = f"Greedy decoding, float32, {args.tokens} tokens a prompt, {args.rounds} rounds: {model_name(args.model)}"
     return Report(title, [as_row(result) for result in results], notes, data)

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from engine.config import TINY_CHECKPOINT
+
 PACKAGES = ("turnout", "torch", "transformers", "safetensors", "numpy")
 
 
@@ -135,3 +137,8 @@ def publish(report: Report, command: Sequence[str], json_file: str | None) -> No
         content = {"title": report.title, **facts, "rows": report.rows, "notes": report.notes, **report.data}
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
         print(f"\nWritten to {json_file}", file=sys.stderr)
+
+
+def model_name(model: str) -> str:
+    """A checkpoint as a result file names it: the bundled one by its place in the project, others by their folder."""
+    return "models/kimi_k25/tiny" if Path(model).resolve() == TINY_CHECKPOINT else Path(model).name
