@@ -1,0 +1,57 @@
+"""Programmatic dependent launch: the next kernel starts while this one runs, and waits where it first needs its result.
+
+Every kernel calls `start` first and `wait` before it reads or writes anything another kernel of the step touches; what
+lies between may read weights alone. All programs of a kernel must call `wait`, or a later kernel could overtake an
+earlier one. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def start(PDL: tl.constexpr):
+    """Lets the next kernel's programs become resident as soon as there is room."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Returns when all kernels before this one have finished and their writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(pointers, num_bytes, PDL: tl.constexpr):
+    """Asks for `num_bytes` (a multiple of 16) from each of the 16-byte aligned `pointers` to be brought into L2.
+
+    For weights, between `start` and `wait`: the memory works while the kernel waits for its input."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [pointers, num_bytes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@lru_cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Compute capability 9.0 or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments that every launch takes: the kernel's PDL and the launcher's own flag."""
+    on = has_dependent_launch(device)
+    return {"PDL": on, "launch_pdl": True} if on else {"PDL": False}
