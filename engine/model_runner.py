@@ -13,6 +13,7 @@ from engine.comm.collectives import agree_on_minimum
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.input_batch import InputBatch
+from engine.kernels import table as kernel_table
 from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.request import Request, SamplingParams
@@ -159,6 +160,8 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
 def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> tuple[dispatchers.TokenDispatcher, Any]:
     """The dispatcher and this rank's share of the model."""
     dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
+    dtype = getattr(torch, config.dtype)
+    device = torch.device(config.device)
     backend_name = attention_backends.choose(config.attention_backend)
     try:
         dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, files.model_config.n_routed_experts)
@@ -166,8 +169,9 @@ def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> t
             str(files.directory),
             files.model_config,
             parallel,
-            getattr(torch, config.dtype),
+            dtype,
             backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
+            kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
             shards_tokens=dispatcher.shards_tokens,
         )
     except CheckpointError:

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from engine.batch import ForwardBatch
 from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
-from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router, SwiGLU
+from engine.kernels.reference_kernels import ReferenceKernels
+from engine.layers.linear import Linear, whole
+from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.quant import FloatExperts
 
 WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 4
@@ -55,8 +58,28 @@ class _Draw:
         return torch.randn(*shape, generator=self.generator) / shape[-1] ** 0.5
 
 
-def norm(x: torch.Tensor) -> torch.Tensor:
-    return (x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+class PlainNorm:
+    """RMSNorm without a weight, alone or after the residual sum."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + partial.to(residual.dtype)
+        return self(total), total
+
+
+norm = PlainNorm()
+
+
+def batch_of(num_tokens: int, dispatcher) -> ForwardBatch:
+    """What a feed-forward block reads of a step."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return ForwardBatch(nothing, nothing, nothing, nothing, [], [], dispatcher, num_tokens_1=torch.tensor([num_tokens]))
+
+
+def shared_down(inner: int, width: int, columns: slice, dtype: torch.dtype) -> Linear:
+    return Linear(inner, {"shared_experts.down_proj": whole(width)}, dtype, torch.device("cpu"), columns)
 
 
 def _files(layer: int) -> dict[str, torch.Tensor]:
@@ -70,19 +93,23 @@ def _files(layer: int) -> dict[str, torch.Tensor]:
 
 def _feed_forward(layer: int, case: Case, parallel: ParallelState, shards_tokens: bool) -> nn.Module:
     if layer < NUM_DENSE:
-        module = DenseFeedForward(SwiGLU(WIDTH, INNER, parallel, case.dtype))
+        module = DenseFeedForward(WIDTH, INNER, parallel, case.dtype, ReferenceKernels())
     else:
+        columns = slice(0, INNER) if shards_tokens else parallel.split(INNER, "columns")
+        kernels, shared = ReferenceKernels(), (INNER, columns)
         module = MoEFeedForward(
-            Router(WIDTH, EXPERTS, TOP, True, 2.0, parallel.device),
+            Router(WIDTH, EXPERTS, TOP, True, 2.0, shared, case.dtype, parallel.device, kernels),
             FloatExperts(EXPERTS, WIDTH, INNER, parallel, case.dtype),
-            SwiGLU(WIDTH, INNER, parallel, case.dtype, sliced=not shards_tokens),
+            shared_down(INNER, WIDTH, columns, case.dtype),
+            not shards_tokens,
+            kernels,
         )
     files = _files(layer)
     for name, spec in module.specs("").items():
         if spec.part is not None:
             spec.store(files[name][spec.part])
     if layer >= NUM_DENSE and case.routing == "few":
-        module.router.weight.mul_(0.4)
+        module.router.first.weight[:EXPERTS].mul_(0.4)
         module.router.bias.copy_(0.85 * (torch.arange(EXPERTS) < TOP))
     return module
 
@@ -99,7 +126,8 @@ class _Counting:
     def dispatch(self, x, ids, weights):
         sent = self.inner.dispatch(x, ids, weights)
         self.num_pairs += int((sent.expert_ids_RK >= 0).sum())
-        self.load += ids.flatten().bincount(minlength=EXPERTS)
+        start = self.inner.local_experts.start
+        self.load += (ids[ids >= 0] + start).flatten().bincount(minlength=EXPERTS)
         return sent
 
 
@@ -114,7 +142,7 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
         partial = torch.einsum("td,hde->te", x, attention)
         x, residual = dispatcher.reduce(partial, residual, norm)
         feed_forward = _feed_forward(layer, case, parallel, dispatcher.shards_tokens)
-        x, residual = feed_forward(x, residual, dispatcher, norm)
+        x, residual = feed_forward(x, residual, batch_of(case.num_tokens, dispatcher), norm)
     return Outcome(x, dispatcher.num_pairs, dispatcher.load, parallel.meter.rounds, parallel.meter.bytes)
 
 

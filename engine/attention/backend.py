@@ -20,9 +20,12 @@ class AttentionBackend(Protocol):
         """Writes the step's rows into this layer's cache [blocks, block_size, X] at batch.slots_T."""
 
     def attend(
-        self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, latent_width: int
+        self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, w_v_HVC: torch.Tensor
     ) -> torch.Tensor:
-        """Causal absorbed attention of each sequence's last query_len tokens over its cache. Returns [T, H, C]."""
+        """Causal absorbed attention of each sequence's last query_len tokens over its cache, then each head's W_v.
+
+        Returns [T, H, V].
+        """
 
 
 def _reference() -> AttentionBackend:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from engine.comm import meter
 from engine.comm.collectives import all_gather, all_to_all
-from engine.comm.dispatch_reference import sum_in_rank_order
-from engine.comm.dispatcher import DispatchOutput, Norm, add_norm
+from engine.comm.dispatcher import DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState, even_slice
+from engine.kernels.reference import add_parts
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,11 @@ class AllToAllDispatcher:
 
     name = "nccl_a2a"
     shards_tokens = True
+    is_capturable = False
 
     def __init__(self, parallel: ParallelState, num_experts: int):
         self.parallel = parallel
+        self.local_experts = range(num_experts)
         self.experts_per_group = len(parallel.expert_range(num_experts))
         self.step = _Step(0, 0)
 
@@ -46,9 +48,11 @@ class AllToAllDispatcher:
     def reduce(
         self, partial_TD: torch.Tensor, residual_tD: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if partial_TD.dim() == 3:
+            partial_TD = add_parts(partial_TD).to(residual_tD.dtype)
         summed_tD, sent = self._return_rows(self._pad(partial_TD))
         self.parallel.meter.count(meter.ATTENTION_REDUCE, sent)
-        return add_norm(summed_tD, residual_tD, norm)
+        return norm.add(summed_tD, residual_tD)
 
     def dispatch(self, x_tD: torch.Tensor, ids_tK: torch.Tensor, weights_tK: torch.Tensor) -> DispatchOutput:
         first_P = torch.arange(self.parallel.ep, device=x_tD.device).repeat_interleave(self.parallel.expert_tp)
@@ -79,7 +83,7 @@ class AllToAllDispatcher:
         summed_tD, sent_back = self._return_rows(partial_RD.to(residual_tD.dtype))
         if shared_tD is not None:
             summed_tD = summed_tD + shared_tD.float()
-        x_tD, residual_tD = add_norm(summed_tD, residual_tD, norm)
+        x_tD, residual_tD = norm.add(summed_tD, residual_tD)
         x_PtD, gathered = all_gather(x_tD, self.parallel)
         self.parallel.meter.count(meter.MOE_COMBINE, sent_back + gathered)
         return x_PtD.flatten(0, 1)[: self.step.num_tokens], residual_tD
@@ -87,7 +91,7 @@ class AllToAllDispatcher:
     def _return_rows(self, partial_RD: torch.Tensor) -> tuple[torch.Tensor, int]:
         """[P * t, D] partials -> this rank's t rows, summed over ranks in rank order."""
         received_PtD, sent = all_to_all(partial_RD.unflatten(0, (self.parallel.tp, -1)), self.parallel)
-        return sum_in_rank_order(received_PtD), sent
+        return add_parts(received_PtD), sent
 
     def _pad(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.pad(x_TD, (0, 0, 0, self.step.share * self.parallel.tp - x_TD.shape[0]))

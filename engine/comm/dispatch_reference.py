@@ -12,8 +12,9 @@ import torch
 
 from engine.comm import meter
 from engine.comm.collectives import all_gather, all_reduce
-from engine.comm.dispatcher import DispatchOutput, Norm, add_norm
+from engine.comm.dispatcher import DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.reference import add_parts
 
 
 class ReferenceDispatcher:
@@ -25,6 +26,7 @@ class ReferenceDispatcher:
     def __init__(self, parallel: ParallelState, num_experts: int):
         self.parallel = parallel
         self.local_experts = parallel.expert_range(num_experts)
+        self.is_capturable = parallel.tp == 1
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return norm(x_TD), x_TD
@@ -32,16 +34,11 @@ class ReferenceDispatcher:
     def reduce(
         self, partial_TD: torch.Tensor, residual_TD: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_norm(self._sum(partial_TD, meter.ATTENTION_REDUCE), residual_TD, norm)
+        return norm.add(self._sum(partial_TD, meter.ATTENTION_REDUCE), residual_TD)
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         self.parallel.meter.count(meter.MOE_DISPATCH, 0)
-        local = self.local_experts
-        local_ids_TK = ids_TK - local.start
-        if self.parallel.ep > 1:
-            elsewhere = (ids_TK < local.start) | (ids_TK >= local.stop)
-            local_ids_TK = local_ids_TK.masked_fill(elsewhere, -1)
-        return DispatchOutput(x_TD, local_ids_TK, weights_TK, None)
+        return DispatchOutput(x_TD, ids_TK, weights_TK, None)
 
     def spread(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return x_TD, None
@@ -54,15 +51,21 @@ class ReferenceDispatcher:
         norm: Norm,
         shared_TD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        partial_TD = partial_TD.to(residual_TD.dtype)
         if shared_TD is not None:
-            partial_TD = partial_TD + shared_TD
-        return add_norm(self._sum(partial_TD, meter.MOE_COMBINE), residual_TD, norm)
+            partial_TD = _whole(partial_TD) + shared_TD
+        return norm.add(self._sum(partial_TD, meter.MOE_COMBINE, residual_TD.dtype), residual_TD)
 
-    def _sum(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
+    def _sum(self, partial: torch.Tensor, kind: str, sent_as: torch.dtype | None = None) -> torch.Tensor:
+        """The partials of all ranks added up; those of one rank are left as they are, in parts or not."""
+        if self.parallel.tp == 1:
+            self.parallel.meter.count(kind, 0)
+            return partial
+        return self._sum_ranks(_whole(partial).to(sent_as or partial.dtype), kind)
+
+    def _sum_ranks(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
         stack_PTD, sent = all_gather(partial_TD, self.parallel)
         self.parallel.meter.count(kind, sent)
-        return stack_PTD[0] if self.parallel.tp == 1 else sum_in_rank_order(stack_PTD)
+        return add_parts(stack_PTD)
 
 
 class AllReduceDispatcher(ReferenceDispatcher):
@@ -70,15 +73,11 @@ class AllReduceDispatcher(ReferenceDispatcher):
 
     name = "allreduce"
 
-    def _sum(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
+    def _sum_ranks(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
         summed_TD, sent = all_reduce(partial_TD.contiguous(), self.parallel)
         self.parallel.meter.count(meter.MOE_ALL_REDUCE if kind == meter.MOE_COMBINE else kind, sent)
         return summed_TD
 
 
-def sum_in_rank_order(stack_PTD: torch.Tensor) -> torch.Tensor:
-    """Float32 sum over the first dimension in index order, the same bits on every rank."""
-    total_TD = stack_PTD[0].float()
-    for part_TD in stack_PTD[1:]:
-        total_TD = total_TD + part_TD.float()
-    return total_TD
+def _whole(partial: torch.Tensor) -> torch.Tensor:
+    return add_parts(partial) if partial.dim() == 3 else partial

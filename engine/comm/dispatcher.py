@@ -17,7 +17,14 @@ import torch
 
 from engine.comm.parallel_state import ParallelState
 
-Norm = Callable[[torch.Tensor], torch.Tensor]
+
+class Norm(Protocol):
+    """The norm that ends a round."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, partial: torch.Tensor, residual_tD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of residual + partial, residual + partial), the sum in the residual's type."""
 
 
 @dataclass
@@ -31,10 +38,16 @@ class DispatchOutput:
 
 
 class TokenDispatcher(Protocol):
-    """Built once, collectively, by the model runner. `shards_tokens` tells how the shared expert holds its weights."""
+    """Built once, collectively, by the model runner.
+
+    shards_tokens tells how the shared expert holds its weights. local_experts: the experts whose ids the router hands
+    over, counted from its start; all others are -1. is_capturable: the verbs may be captured in a CUDA graph.
+    """
 
     name: str
     shards_tokens: bool
+    local_experts: range
+    is_capturable: bool
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of all T tokens -> (attention's input [T, D], residual [t, D])."""
@@ -42,10 +55,13 @@ class TokenDispatcher(Protocol):
     def reduce(
         self, partial_TD: torch.Tensor, residual_tD: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums attention's partial outputs over ranks, adds the residual, norms -> (x [t, D], residual [t, D])."""
+        """Sums attention's partial outputs over ranks, adds the residual, norms -> (x [t, D], residual [t, D]).
+
+        A partial may come as parts [P, T, D] that are to be added up in order; so may `combine`'s.
+        """
 
     def dispatch(self, x_tD: torch.Tensor, ids_tK: torch.Tensor, weights_tK: torch.Tensor) -> DispatchOutput:
-        """Brings each row to the ranks that hold its experts. ids are the router's, weights float32."""
+        """Brings each row to the ranks that hold its experts. ids are counted in local_experts, weights float32."""
 
     def spread(self, x_tD: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Brings every row to every rank, for a dense layer sliced over all ranks -> (x [R, D], handle)."""
@@ -62,12 +78,6 @@ class TokenDispatcher(Protocol):
 
         Returns (attention's input [T, D], residual [t, D]).
         """
-
-
-def add_norm(summed_tD: torch.Tensor, residual_tD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + summed in the model's dtype, then the norm: what every dispatcher ends a round with."""
-    residual_tD = residual_tD + summed_tD.to(residual_tD.dtype)
-    return norm(residual_tD), residual_tD
 
 
 def _reference(parallel: ParallelState, num_experts: int) -> TokenDispatcher:

@@ -15,6 +15,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
 
 
+def add_norm(
+    partial: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + partial in the residual's type, and its RMSNorm -> (x [T, D], residual [T, D]).
+
+    partial: [T, D], or parts [P, T, D] that are added up in order first.
+    """
+    if partial.dim() == 3:
+        partial = add_parts(partial)
+    residual_TD = residual_TD + partial.to(residual_TD.dtype)
+    return rms_norm(residual_TD, weight_D, eps), residual_TD
+
+
+def add_parts(parts_PTD: torch.Tensor) -> torch.Tensor:
+    """Float32 sum over the first dimension in index order, the same bits on every rank."""
+    total_TD = parts_PTD[0].float()
+    for part_TD in parts_PTD[1:]:
+        total_TD = total_TD + part_TD.float()
+    return total_TD
+
+
 def rotate_pairs(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
     """Rotary embedding on interleaved pairs (2i, 2i+1), left in place.
 
@@ -45,6 +66,20 @@ def route(
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return ids_TK, weights_TK * scale
+
+
+def local_ids(ids_TK: torch.Tensor, local_experts: range, num_tokens_1: torch.Tensor) -> torch.Tensor:
+    """Ids counted from this rank's first expert; -1 for experts elsewhere and in rows from num_tokens_1 on."""
+    elsewhere_TK = (ids_TK < local_experts.start) | (ids_TK >= local_experts.stop)
+    padding_T = torch.arange(ids_TK.shape[0], device=ids_TK.device) >= num_tokens_1
+    return (ids_TK - local_experts.start).masked_fill(elsewhere_TK | padding_T.unsqueeze(1), -1)
+
+
+def absorb(q_THX: torch.Tensor, w_k_HNC: torch.Tensor) -> torch.Tensor:
+    """Queries [T, H, N + R] with the nope part taken to the latent space, [T, H, C + R]."""
+    nope = w_k_HNC.shape[1]
+    latent_HTC = torch.bmm(q_THX[..., :nope].transpose(0, 1), w_k_HNC)
+    return torch.cat([latent_HTC.transpose(0, 1), q_THX[..., nope:]], dim=-1)
 
 
 def experts(

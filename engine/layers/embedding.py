@@ -12,6 +12,7 @@ from torch import nn
 from engine.comm import meter
 from engine.comm.collectives import all_gather, all_reduce
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.table import Kernels
 from engine.layers.parameter import WHOLE, empty, spec
 from engine.weights import TensorSpec
 
@@ -47,9 +48,13 @@ class Embedding(_VocabularyShard):
 
 
 class LMHead(_VocabularyShard):
+    def __init__(self, vocab_size: int, width: int, parallel: ParallelState, dtype: torch.dtype, kernels: Kernels):
+        super().__init__(vocab_size, width, parallel, dtype)
+        self.kernels = kernels
+
     def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Float32 logits [S, V], whole on every rank."""
-        logits_Sv = F.linear(x_SD, self.weight).float()
+        logits_Sv = self.kernels.linear(x_SD, self.weight, torch.float32)
         if self.parallel.tp == 1:
             return logits_Sv
         stack_PSv, sent = all_gather(logits_Sv, self.parallel)

@@ -1,4 +1,4 @@
-"""Dense products. A layer holds its rank's share; sums over ranks are the dispatcher's job, not the layer's.
+"""Dense weights. A layer holds its rank's share; sums over ranks are the dispatcher's job, not the layer's.
 
 Weights are [out, in], row-major. Shape letters: T tokens, O outputs of this rank, I inputs of this rank.
 """
@@ -6,7 +6,6 @@ Weights are [out, in], row-major. Shape letters: T tokens, O outputs of this ran
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from engine.layers.parameter import WHOLE, empty, spec
@@ -14,7 +13,7 @@ from engine.weights import TensorSpec
 
 
 class Linear(nn.Module):
-    """One product for one or several checkpoint tensors that read the same input.
+    """The weight of one product for one or several checkpoint tensors that read the same input.
 
     parts: name -> (outputs in the checkpoint, this rank's outputs among them). inputs: this rank's slice of the
     checkpoint's input columns. Outputs lie in the order of `parts`.
@@ -34,9 +33,6 @@ class Linear(nn.Module):
         self.inputs = inputs
         self.sizes = [len(range(*share.indices(out))) for out, share in parts.values()]
         self.weight = empty(sum(self.sizes), len(range(*inputs.indices(in_features))), dtype=dtype, device=device)
-
-    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TI, self.weight)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         """Keys are prefix + part + ".weight"."""

@@ -13,6 +13,7 @@ from engine.attention.backend import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
+from engine.kernels.table import Kernels
 from engine.layers.linear import Linear, whole
 from engine.layers.norm import RMSNorm
 from engine.weights import TensorSpec
@@ -38,13 +39,14 @@ class MLA(nn.Module):
         scale: float,
         parallel: ParallelState,
         dtype: torch.dtype,
+        kernels: Kernels,
     ):
         super().__init__()
         heads = parallel.split(num_heads, "attention heads")
         self.num_heads = heads.stop - heads.start
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.nope, self.rope, self.value = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
-        self.scale = scale
+        self.scale, self.kernels = scale, kernels
         device = parallel.device
         q_width, kv_width = self.nope + self.rope, self.nope + self.value
         q_rows = (num_heads * q_width, slice(heads.start * q_width, heads.stop * q_width))
@@ -54,9 +56,9 @@ class MLA(nn.Module):
             hidden_size, first_q | {"kv_a_proj_with_mqa": whole(kv_lora_rank + self.rope)}, dtype, device
         )
         if q_lora_rank:
-            self.q_a_layernorm = RMSNorm(q_lora_rank, norm_eps, dtype, device)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, norm_eps, dtype, device, kernels)
             self.q_b = Linear(q_lora_rank, {"q_b_proj": q_rows}, dtype, device)
-        self.kv_a_layernorm = RMSNorm(kv_lora_rank, norm_eps, dtype, device)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, norm_eps, dtype, device, kernels)
         self.kv_b = Linear(kv_lora_rank, {"kv_b_proj": kv_rows}, dtype, device)
         inputs = slice(heads.start * self.value, heads.stop * self.value)
         self.o = Linear(num_heads * self.value, {"o_proj": whole(hidden_size)}, dtype, device, inputs)
@@ -64,46 +66,49 @@ class MLA(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, backend: AttentionBackend
     ) -> torch.Tensor:
-        """x_TD: normalised input of all T tokens; cis: rotary angles; cache: this layer's blocks. Returns [T, D]."""
-        q_THX, kv_TX = self.project(x_TD, cis)
-        backend.store(cache, kv_TX, batch)
-        w_k_HNC, w_v_HVC = self.absorbed_weights()
-        q_nope_HTN = q_THX[..., : self.nope].transpose(0, 1)
-        q_latent_THC = torch.bmm(q_nope_HTN, w_k_HNC).transpose(0, 1)
-        q_THX = torch.cat([q_latent_THC, q_THX[..., self.nope :]], dim=-1)
-        out_THC = backend.attend(q_THX, cache, batch, self.scale, self.kv_lora_rank)
-        out_HTV = torch.bmm(out_THC.transpose(0, 1), w_v_HVC.transpose(1, 2))
-        return self.o(out_HTV.transpose(0, 1).flatten(1))
+        """x_TD: normalised input of all T tokens; cis: rotary angles; cache: this layer's blocks.
 
-    def project(self, x_TD: torch.Tensor, cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, H, N + R] and cache rows [T, C + R] (normed latent, roped key shared by all heads)."""
-        q_TX, kv_TX = self.qkv_a(x_TD).split([self.qkv_a.sizes[0], self.kv_lora_rank + self.rope], dim=-1)
-        if self.q_lora_rank:
-            q_TX = self.q_b(self.q_a_layernorm(q_TX))
-        q_THX = q_TX.unflatten(-1, (self.num_heads, self.nope + self.rope))
-        q_rope_THR = reference.rotate_pairs(q_THX[..., self.nope :], cis)
-        latent_TC = self.kv_a_layernorm(kv_TX[..., : self.kv_lora_rank])
-        key_rope_TR = reference.rotate_pairs(kv_TX[..., self.kv_lora_rank :], cis)
-        return (
-            torch.cat([q_THX[..., : self.nope], q_rope_THR], dim=-1),
-            torch.cat([latent_TC, key_rope_TR], dim=-1),
+        Returns a partial over ranks, [T, D] or parts [P, T, D] of its sum.
+        """
+        q_TQ, _ = self.latents(x_TD, cis, cache, batch)
+        w_k_HNC, w_v_HVC = self.absorbed_weights()
+        q_THX = self.kernels.absorbed_queries(q_TQ, self.query_weight, w_k_HNC, cis)
+        out_THV = backend.attend(q_THX, cache, batch, self.scale, w_v_HVC)
+        return self.kernels.partial(out_THV.flatten(1), self.o.weight)
+
+    def latents(
+        self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query latents [T, Q] and cache rows [T, C + R] (normed latent, roped key of all heads), also stored."""
+        q_norm = self.q_a_layernorm.weight if self.q_lora_rank else None
+        kv_norm = self.kv_a_layernorm
+        return self.kernels.latents(
+            x_TD, self.qkv_a.weight, q_norm, kv_norm.weight, kv_norm.eps, cis, cache, batch.slots_T
         )
+
+    @property
+    def query_weight(self) -> torch.Tensor | None:
+        """None where the first product made the queries already."""
+        return self.q_b.weight if self.q_lora_rank else None
 
     def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views W_k [H, N, C] and W_v [H, V, C] of kv_b."""
         per_head = self.kv_b.weight.unflatten(0, (self.num_heads, self.nope + self.value))
         return per_head[:, : self.nope], per_head[:, self.nope :]
 
-    def forward_naive(self, x_TD: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
-        """The same for one whole sequence without a cache, keys and values expanded: the oracle of `forward`."""
-        q_THX, kv_TX = self.project(x_TD, cis)
-        latent_TC, key_rope_TR = kv_TX.split([self.kv_lora_rank, self.rope], dim=-1)
-        kv_THX = self.kv_b(latent_TC).unflatten(-1, (self.num_heads, self.nope + self.value))
+    def forward_naive(
+        self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The same for one whole sequence, keys and values expanded: the oracle of `forward`."""
+        q_TQ, rows_TX = self.latents(x_TD, cis, cache, batch)
+        q_THX = self.kernels.queries(q_TQ, self.query_weight, self.nope, cis, self.num_heads)
+        latent_TC, key_rope_TR = rows_TX.split([self.kv_lora_rank, self.rope], dim=-1)
+        kv_THX = self.kernels.linear(latent_TC, self.kv_b.weight).unflatten(-1, (self.num_heads, -1))
         keys_THX = torch.cat(
             [kv_THX[..., : self.nope], key_rope_TR.unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1
         )
         out_THV = reference.mla_naive(q_THX, keys_THX, kv_THX[..., self.nope :], self.scale)
-        return self.o(out_THV.flatten(1))
+        return self.kernels.partial(out_THV.flatten(1), self.o.weight)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         specs = self.qkv_a.specs(prefix) | self.kv_b.specs(prefix) | self.o.specs(prefix)

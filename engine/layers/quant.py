@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from engine.comm.parallel_state import ParallelState
@@ -33,9 +34,20 @@ class FloatExperts(nn.Module):
         self.gate_up = empty(count, 2 * size, width, dtype=dtype, device=parallel.device)
         self.down = empty(count, width, size, dtype=dtype, device=parallel.device)
 
-    def forward(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of the local experts of each row (id -1 = none), float32 [T, D], partial over ranks."""
-        return reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        shared_TS: torch.Tensor | None = None,
+        shared_down_DS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Weighted sum of the local experts of each row (id -1 = none), float32 [T, D], partial over ranks.
+
+        The shared expert's output is added where its activation and its second weight are given.
+        """
+        out_TD = reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+        return out_TD if shared_TS is None else out_TD + F.linear(shared_TS, shared_down_DS)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         """Keys are prefix + "{expert}.{gate,up,down}_proj" + what the storage adds; all ranks' experts are listed."""

@@ -13,9 +13,11 @@ from engine.attention.backend import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import Norm
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.table import Kernels
 from engine.layers.embedding import Embedding, LMHead
+from engine.layers.linear import Linear, whole
 from engine.layers.mla import MLA
-from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router, SwiGLU
+from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.norm import RMSNorm
 from engine.layers.quant import EXPERT_STORAGE
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
@@ -45,7 +47,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         partial_TD = self.self_attn(x_TD, cis, cache, batch, backend)
         x_tD, residual_tD = batch.dispatcher.reduce(partial_TD, residual_tD, self.post_attention_layernorm)
-        return self.feed_forward(x_tD, residual_tD, batch.dispatcher, next_norm)
+        return self.feed_forward(x_tD, residual_tD, batch, next_norm)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         return (
@@ -67,20 +69,23 @@ class KimiModel(nn.Module):
         dtype: torch.dtype,
         *,
         backend: AttentionBackend,
+        kernels: Kernels,
         expert_storage: str,
         shards_tokens: bool,
     ):
         super().__init__()
-        self.config, self.parallel, self.dtype, self.backend = config, parallel, dtype, backend
+        self.config, self.parallel, self.dtype = config, parallel, dtype
+        self.backend, self.kernels = backend, kernels
         self.expert_storage, self.shards_tokens = expert_storage, shards_tokens
         self.rotary = RotaryEmbedding(config.qk_rope_head_dim, config.rope, parallel.device)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, parallel, dtype)
         self.layers = nn.ModuleList(self._layer(i) for i in range(config.num_hidden_layers))
         self.norm = self._norm()
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel, dtype)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel, dtype, kernels)
 
     def _norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.dtype, self.parallel.device)
+        config = self.config
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, self.dtype, self.parallel.device, self.kernels)
 
     def _layer(self, index: int) -> DecoderLayer:
         attention = self._attention()
@@ -101,31 +106,37 @@ class KimiModel(nn.Module):
             scale=softmax_scale(config.qk_nope_head_dim + config.qk_rope_head_dim, config.rope),
             parallel=self.parallel,
             dtype=self.dtype,
+            kernels=self.kernels,
         )
 
     def _dense(self) -> DenseFeedForward:
-        return DenseFeedForward(
-            SwiGLU(self.config.hidden_size, self.config.intermediate_size, self.parallel, self.dtype)
-        )
+        config = self.config
+        return DenseFeedForward(config.hidden_size, config.intermediate_size, self.parallel, self.dtype, self.kernels)
 
     def _moe(self) -> MoEFeedForward:
         config, parallel = self.config, self.parallel
+        shared, shared_down = None, None
+        if config.n_shared_experts:
+            inner = config.moe_intermediate_size * config.n_shared_experts
+            columns = slice(0, inner) if self.shards_tokens else parallel.split(inner, "shared expert columns")
+            shared = (inner, columns)
+            parts = {"shared_experts.down_proj": whole(config.hidden_size)}
+            shared_down = Linear(inner, parts, self.dtype, parallel.device, columns)
         router = Router(
             config.hidden_size,
             config.n_routed_experts,
             config.num_experts_per_tok,
             config.norm_topk_prob,
             config.routed_scaling_factor,
+            shared,
+            self.dtype,
             parallel.device,
+            self.kernels,
         )
         experts = EXPERT_STORAGE[self.expert_storage](
             config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, parallel, self.dtype
         )
-        shared = None
-        if config.n_shared_experts:
-            inner = config.moe_intermediate_size * config.n_shared_experts
-            shared = SwiGLU(config.hidden_size, inner, parallel, self.dtype, sliced=not self.shards_tokens)
-        return MoEFeedForward(router, experts, shared)
+        return MoEFeedForward(router, experts, shared_down, not self.shards_tokens, self.kernels)
 
     def forward(self, batch: ForwardBatch, caches: torch.Tensor) -> torch.Tensor:
         """caches: [layers, blocks, block_size, C + R]. Returns the final norm's output for all tokens, [T, D]."""

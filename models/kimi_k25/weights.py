@@ -6,6 +6,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.table import Kernels
 from engine.layers.quant import detect_storage
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
@@ -22,6 +23,7 @@ def load_model(
     dtype: torch.dtype,
     *,
     backend: AttentionBackend,
+    kernels: Kernels,
     shards_tokens: bool,
 ) -> KimiModel:
     """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
@@ -38,7 +40,15 @@ def load_model(
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     _check_counts(config, len(checkpoint.tensors))
-    model = KimiModel(config, parallel, dtype, backend=backend, expert_storage=storage, shards_tokens=shards_tokens)
+    model = KimiModel(
+        config,
+        parallel,
+        dtype,
+        backend=backend,
+        kernels=kernels,
+        expert_storage=kernels.expert_storage(storage),
+        shards_tokens=shards_tokens,
+    )
     prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
     specs = model.specs(prefix)
     checkpoint.check(specs)

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: the next kernel starts while this one runs, and waits where it first needs its result.
 
-Every kernel calls `start` first and `wait` before it reads or writes anything another kernel of the step touches; what
-lies between may read weights alone. All programs of a kernel must call `wait`, or a later kernel could overtake an
-earlier one. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+Every program of every kernel calls `wait` once, before it reads or writes anything that another kernel of the step
+touches; before that it may read weights alone. A program that skipped it would let a later kernel overtake an earlier
+one. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 from __future__ import annotations
@@ -16,24 +16,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def start(PDL: tl.constexpr):
-    """Lets the next kernel's programs become resident as soon as there is room."""
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
 def wait(PDL: tl.constexpr):
-    """Returns when all kernels before this one have finished and their writes are visible."""
+    """Returns when all kernels before this one have finished and their writes are visible; the next kernel may then
+    become resident. Not earlier: kernels several steps ahead would take room and bandwidth from the one that runs."""
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch_rows(pointers, num_bytes, PDL: tl.constexpr):
     """Asks for `num_bytes` (a multiple of 16) from each of the 16-byte aligned `pointers` to be brought into L2.
 
-    For weights, between `start` and `wait`: the memory works while the kernel waits for its input."""
+    For weights, before `wait`: the memory works while the kernel waits for its input."""
     if PDL:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",

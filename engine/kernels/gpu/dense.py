@@ -1,0 +1,134 @@
+"""Dense bfloat16 products for few rows, at the speed of reading the weight.
+
+The weight lies on the M side of the tensor cores' tile and the rows on its N side, so 1 row costs what 16 cost and a
+row's bits do not depend on the others. Shape letters: T rows, O outputs, I inputs, P parts of a split sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu import pdl
+
+MAX_ROWS = 64
+PROGRAMS_A_PROCESSOR = 2
+PREFETCH_INPUTS = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """block_o outputs x block_i inputs a step, inputs split over `parts` programs, loads `stages` deep."""
+
+    block_o: int = 64
+    block_i: int = 128
+    parts: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    num_rows,
+    OUT,
+    IN: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[p, t, o] = sum over part p of the inputs of x[t, i] * w[o, i]."""
+    part = tl.program_id(1)
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    t = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, BLOCK_I)
+    first = part * PART
+    w_rows = w_ptr + tl.minimum(o, OUT - 1).to(tl.int64) * IN + first
+    # The first tiles only: asking for all of it at once costs more than it hides.
+    ahead = tl.arange(0, 2) * (AHEAD // 2)
+    pdl.prefetch_rows(w_rows[:, None] + ahead[None, :], AHEAD, PDL)
+    pdl.wait(PDL)
+    w_ptrs = w_rows[:, None] + i[None, :]
+    x_ptrs = x_ptr + t[:, None].to(tl.int64) * IN + first + i[None, :]
+    is_row = (t < num_rows)[:, None]
+    acc = tl.zeros((BLOCK_O, ROWS), tl.float32)
+    for step in tl.range(0, PART, BLOCK_I, num_stages=STAGES):
+        if PART % BLOCK_I == 0:
+            w = tl.load(w_ptrs + step)
+            x = tl.load(x_ptrs + step, mask=is_row, other=0.0)
+        else:
+            inside = (i < PART - step)[None, :]
+            w = tl.load(w_ptrs + step, mask=inside, other=0.0)
+            x = tl.load(x_ptrs + step, mask=is_row & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc)
+    rows = (part * num_rows + t).to(tl.int64)
+    out_ptrs = out_ptr + rows[:, None] * OUT + o[None, :]
+    tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=is_row & (o < OUT)[None, :])
+
+
+def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=torch.float32) -> torch.Tensor:
+    """Products over each of `tile.parts` ranges of the inputs, [P, T, O]; the caller adds them up in order."""
+    num_rows, inputs = x_TI.shape
+    outputs = weight_OI.shape[0]
+    out_PTO = torch.empty(tile.parts, num_rows, outputs, dtype=dtype, device=x_TI.device)
+    rows = tile_rows(num_rows)
+    grid = (triton.cdiv(outputs, tile.block_o), tile.parts, triton.cdiv(num_rows, rows))
+    linear_kernel[grid](
+        x_TI,
+        weight_OI,
+        out_PTO,
+        num_rows,
+        outputs,
+        IN=inputs,
+        PART=inputs // tile.parts,
+        ROWS=rows,
+        BLOCK_O=tile.block_o,
+        BLOCK_I=tile.block_i,
+        STAGES=tile.stages,
+        AHEAD=min(PREFETCH_INPUTS, inputs // tile.parts) // 16 * 16,
+        num_warps=tile.warps,
+        **pdl.launch_options(x_TI.device),
+    )
+    return out_PTO
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of one tile: padded to 16, which costs nothing while the weight is what is read."""
+    return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+
+
+def choose_tile(outputs: int, inputs: int, device: torch.device) -> Tile:
+    """Splits the inputs until two programs a processor are busy, in parts of at least 256 that are whole tiles.
+
+    The number of rows plays no part: a row's sum must not depend on how many there are.
+    """
+    tile = Tile()
+    wanted = PROGRAMS_A_PROCESSOR * num_processors(device)
+    parts = 1
+    while (
+        2 * parts * triton.cdiv(outputs, tile.block_o) <= wanted
+        and inputs % (2 * parts * tile.block_i) == 0
+        and inputs // (2 * parts) >= 2 * tile.block_i
+    ):
+        parts *= 2
+    return replace(tile, parts=parts)
+
+
+@lru_cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[T, O] for up to MAX_ROWS rows, in `dtype` or the weight's; the sum is not split, so one kernel is all."""
+    return linear_parts(x_TI, weight_OI, Tile(), dtype or weight_OI.dtype)[0]

@@ -1,0 +1,126 @@
+"""Residual sum and RMSNorm in one pass over a row. Shape letters: T rows, D width, P parts of a split sum."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu import pdl
+
+
+@triton.jit
+def normalized(row, weight, width, eps):
+    """RMSNorm of one float32 row with the checkpoint's rounding: to the weight's type before it is multiplied."""
+    inverse = tl.rsqrt(tl.sum(row * row, 0) / width + eps)
+    return (row * inverse).to(weight.dtype) * weight
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_norm_kernel(
+    partial_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    new_residual_ptr,
+    num_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
+    pdl.wait(PDL)
+    residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for part in tl.static_range(PARTS):
+        rows = part * num_rows + row
+        total += tl.load(partial_ptr + rows * D + d, mask=inside, other=0.0).to(tl.float32)
+    residual = (residual.to(tl.float32) + total.to(residual.dtype).to(tl.float32)).to(residual.dtype)
+    tl.store(new_residual_ptr + row * D + d, residual, mask=inside)
+    tl.store(out_ptr + row * D + d, normalized(residual.to(tl.float32), weight, D, eps), mask=inside)
+
+
+@triton.jit
+def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
+    pdl.wait(PDL)
+    x = tl.load(x_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + d, normalized(x, weight, D, eps), mask=inside)
+
+
+@triton.jit
+def silu(gate, dtype: tl.constexpr):
+    """silu in float32, rounded to `dtype` as a product's result would be; float32."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def silu_mul_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    pdl.wait(PDL)
+    gate = tl.load(x_ptr + row * 2 * width + i, mask=i < width, other=0.0)
+    up = tl.load(x_ptr + row * 2 * width + width + i, mask=i < width, other=0.0)
+    tl.store(out_ptr + row * width + i, (silu(gate, dtype) * up.to(tl.float32)).to(dtype), mask=i < width)
+
+
+def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for rows [gate | up]."""
+    num_rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    out_TI = torch.empty(num_rows, width, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
+    silu_mul_kernel[(num_rows, triton.cdiv(width, 1024))](
+        gate_up_TI, out_TI, width, BLOCK=1024, **pdl.launch_options(gate_up_TI.device)
+    )
+    return out_TI
+
+
+def add_norm(
+    partial: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + partial, and its RMSNorm -> (x [T, D], residual [T, D]).
+
+    partial: [T, D] or parts [P, T, D] to be added up in order, any float type.
+    """
+    num_rows, width = residual_TD.shape
+    out_TD, new_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
+    add_norm_kernel[(num_rows,)](
+        partial,
+        residual_TD,
+        weight_D,
+        out_TD,
+        new_TD,
+        num_rows,
+        eps,
+        D=width,
+        BLOCK_D=triton.next_power_of_2(width),
+        PARTS=partial.shape[0] if partial.dim() == 3 else 1,
+        num_warps=8,
+        **pdl.launch_options(residual_TD.device),
+    )
+    return out_TD, new_TD
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    num_rows, width = x_TD.shape
+    out_TD = torch.empty_like(x_TD)
+    rms_norm_kernel[(num_rows,)](
+        x_TD,
+        weight_D,
+        out_TD,
+        eps,
+        D=width,
+        BLOCK_D=triton.next_power_of_2(width),
+        num_warps=8,
+        **pdl.launch_options(x_TD.device),
+    )
+    return out_TD

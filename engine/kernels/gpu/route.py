@@ -1,0 +1,131 @@
+"""The router's choice and the shared expert's activation, from one product's parts.
+
+Shape letters: T rows, P parts of a split sum, E experts, K experts a token, I shared expert columns of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu import pdl
+from engine.kernels.gpu.norm import silu
+
+
+@triton.jit
+def sigmoid_key(score, e):
+    """Orders by score, then by lowest expert: float32 bits made monotone, in the high half of an int64."""
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def route_kernel(
+    parts_ptr,
+    bias_ptr,
+    num_tokens_ptr,
+    ids_ptr,
+    weights_ptr,
+    shared_ptr,
+    num_rows,
+    first_expert,
+    num_local,
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, 0) routes row t; (t, 1) makes silu(gate) * up of its shared expert."""
+    row = tl.program_id(0).to(tl.int64)
+    width: tl.constexpr = E + 2 * INNER
+    stride = num_rows.to(tl.int64) * width
+    parts_ptr += row * width
+    if tl.program_id(1) == 0:
+        e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+        bias = tl.load(bias_ptr + e, mask=e < E, other=0.0)
+        pdl.wait(PDL)
+        logits = tl.zeros((BLOCK_E,), tl.float32)
+        for part in tl.static_range(PARTS):
+            logits += tl.load(parts_ptr + part * stride + e, mask=e < E, other=0.0)
+        scores = tl.sigmoid(logits)
+        keys = tl.where(e < E, sigmoid_key(scores + bias, e), -(1 << 62))
+        ids = tl.zeros((BLOCK_K,), tl.int32)
+        for choice in tl.static_range(K):
+            best = tl.max(keys, 0)
+            ids = tl.where(k == choice, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), ids)
+            keys = tl.where(keys == best, -(1 << 62), keys)
+        chosen = (ids[:, None] == e[None, :]) & (k < K)[:, None]
+        weights = tl.sum(tl.where(chosen, scores[None, :], 0.0), 1)
+        if NORMALIZE:
+            weights = weights / (tl.sum(weights, 0) + 1e-20)
+        here = (ids >= first_expert) & (ids < first_expert + num_local) & (row < tl.load(num_tokens_ptr))
+        tl.store(ids_ptr + row * K + k, tl.where(here, ids - first_expert, -1), mask=k < K)
+        tl.store(weights_ptr + row * K + k, weights * scale, mask=k < K)
+    else:
+        i = tl.arange(0, BLOCK_I)
+        pdl.wait(PDL)
+        if INNER > 0:
+            gate = tl.zeros((BLOCK_I,), tl.float32)
+            up = tl.zeros((BLOCK_I,), tl.float32)
+            for part in tl.static_range(PARTS):
+                gate += tl.load(parts_ptr + part * stride + E + i, mask=i < INNER, other=0.0)
+                up += tl.load(parts_ptr + part * stride + E + INNER + i, mask=i < INNER, other=0.0)
+            dtype: tl.constexpr = shared_ptr.dtype.element_ty
+            hidden = silu(gate, dtype) * up.to(dtype).to(tl.float32)
+            tl.store(shared_ptr + row * INNER + i, hidden.to(dtype), mask=i < INNER)
+
+
+def route(
+    parts_PTW: torch.Tensor,
+    bias_E: torch.Tensor,
+    num_tokens_1: torch.Tensor,
+    local_experts: range,
+    top_k: int,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Local expert ids int32 [T, K] (-1 = not here, or a padding row), weights float32 [T, K], and the shared expert's
+    activation [T, I].
+
+    parts_PTW: float32 parts of x's product with [router | gate | up], W = E + 2I. Rows from num_tokens_1 on are
+    padding. The experts are those of `engine.kernels.reference.route`, in falling order of score.
+    """
+    num_parts, num_rows, width = parts_PTW.shape
+    num_experts = bias_E.shape[0]
+    inner = (width - num_experts) // 2
+    device = parts_PTW.device
+    ids_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+    weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
+    shared_TI = torch.empty(num_rows, inner, dtype=dtype, device=device)
+    route_kernel[(num_rows, 2 if inner else 1)](
+        parts_PTW,
+        bias_E,
+        num_tokens_1,
+        ids_TK,
+        weights_TK,
+        shared_TI,
+        num_rows,
+        local_experts.start,
+        len(local_experts),
+        scale,
+        E=num_experts,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        K=top_k,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        INNER=inner,
+        BLOCK_I=max(triton.next_power_of_2(inner), 1),
+        NORMALIZE=normalize,
+        PARTS=num_parts,
+        num_warps=1,  # eight maxima in a row: a warp's shuffles beat a block's barriers
+        **pdl.launch_options(device),
+    )
+    return ids_TK, weights_TK, shared_TI

@@ -1,0 +1,99 @@
+"""The fused operations a model's layers are made of, and the table of their implementations.
+
+`reference` composes the plain PyTorch twins and is the oracle; `triton` needs a GPU and bfloat16.
+
+Shape letters: T rows, D model width, O outputs, I inputs, P parts of a split sum, H heads, N nope width, C latent
+width, R rope width, X = C + R, E experts, K experts a token, S shared expert columns of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Kernels(Protocol):
+    """is_capturable: no operation reads anything back to the host, so a step may be captured in a CUDA graph."""
+
+    name: str
+    is_capturable: bool
+
+    def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x times weight transposed, [T, O], in `dtype` or the weight's."""
+
+    def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """The same for a sum that `add_norm` ends: [T, O], or parts [P, T, O] to be added up in order."""
+
+    def silu_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for rows [gate | up]."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Over the last dimension, with the checkpoint's rounding order."""
+
+    def add_norm(
+        self, partial: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(RMSNorm of residual + partial, residual + partial); partial is [T, D] or parts [P, T, D]."""
+
+    def latents(
+        self,
+        x_TD: torch.Tensor,
+        weight: torch.Tensor,
+        q_norm_Q: torch.Tensor | None,
+        kv_norm_C: torch.Tensor,
+        eps: float,
+        cis: torch.Tensor,
+        cache: torch.Tensor,
+        slots_T: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x times [q_a | kv_a]: the query latent [T, Q], normed where q_norm_Q is given, and the cache rows [T, X]
+        (normed latent, roped key), also written to their slots."""
+
+    def queries(
+        self, q_TQ: torch.Tensor, weight: torch.Tensor | None, nope: int, cis: torch.Tensor, num_heads: int
+    ) -> torch.Tensor:
+        """Each head's query with its rope part turned, [T, H, N + R]; without a weight, q_TQ holds them unturned."""
+
+    def absorbed_queries(
+        self, q_TQ: torch.Tensor, weight: torch.Tensor | None, w_k_HNC: torch.Tensor, cis: torch.Tensor
+    ) -> torch.Tensor:
+        """Each head's query for the latent cache, [T, H, X]."""
+
+    def route(
+        self,
+        x_TD: torch.Tensor,
+        weight: torch.Tensor,
+        bias_E: torch.Tensor,
+        num_tokens_1: torch.Tensor,
+        local_experts: range,
+        top_k: int,
+        normalize: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x times [router | shared gate | shared up]: local expert ids [T, K] (-1 = not here, or a padding row),
+        weights float32 [T, K], and the shared expert's activation [T, S]."""
+
+    def expert_storage(self, stored: str) -> str:
+        """The key of EXPERT_STORAGE that holds experts stored as `stored` in the form these kernels read."""
+
+
+def _reference() -> Kernels:
+    from engine.kernels.reference_kernels import ReferenceKernels
+
+    return ReferenceKernels()
+
+
+def _triton() -> Kernels:
+    from engine.kernels.gpu.kernels import TritonKernels
+
+    return TritonKernels()
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {"reference": _reference, "triton": _triton}
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> str:
+    """Triton's for bfloat16 on a GPU; float32 and CPUs take the reference."""
+    return "triton" if device.type == "cuda" and dtype == torch.bfloat16 else "reference"
