@@ -159,8 +159,10 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
 def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> tuple[dispatchers.TokenDispatcher, Any]:
     """The dispatcher and this rank's share of the model."""
     dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
-    backend_name = attention_backends.choose(config.attention_backend)
     try:
+        backend_name = attention_backends.choose(
+            config.attention_backend, torch.device(config.device), getattr(torch, config.dtype)
+        )
         dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, files.model_config.n_routed_experts)
         model = files.entry.load_model(
             str(files.directory),

@@ -19,7 +19,8 @@ from engine.weights import TensorSpec
 
 
 class MLA(nn.Module):
-    """Absorbed form: scores and sums are taken in the latent space, so the cache holds C + R numbers a token.
+    """The cache holds C + R numbers a token. Absorbed form: scores and sums are taken in the latent space; the backend
+    may ask for long chunks in the expanded form.
 
     Returns this rank's partial output; the dispatcher sums over ranks.
     """
@@ -67,13 +68,25 @@ class MLA(nn.Module):
         """x_TD: normalised input of all T tokens; cis: rotary angles; cache: this layer's blocks. Returns [T, D]."""
         q_THX, kv_TX = self.project(x_TD, cis)
         backend.store(cache, kv_TX, batch)
+        if backend.max_absorbed_query_len is None:
+            return self.o(self.attend(q_THX, cache, batch, backend).flatten(1))
+        outs = []
+        for short, tokens, part in batch.parts(backend.max_absorbed_query_len):
+            if short:
+                outs.append(self.attend(q_THX[tokens], cache, part, backend))
+            else:
+                outs.append(backend.prefill(q_THX[tokens], kv_TX[tokens], cache, part, self.scale, self.kv_b.weight))
+        return self.o((torch.cat(outs) if len(outs) > 1 else outs[0]).flatten(1))
+
+    def attend(
+        self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, backend: AttentionBackend
+    ) -> torch.Tensor:
+        """The absorbed form: q_THX [T, H, N + R] goes into the latent space, the sums come back as [T, H, V]."""
         w_k_HNC, w_v_HVC = self.absorbed_weights()
         q_nope_HTN = q_THX[..., : self.nope].transpose(0, 1)
         q_latent_THC = torch.bmm(q_nope_HTN, w_k_HNC).transpose(0, 1)
         q_THX = torch.cat([q_latent_THC, q_THX[..., self.nope :]], dim=-1)
-        out_THC = backend.attend(q_THX, cache, batch, self.scale, self.kv_lora_rank)
-        out_HTV = torch.bmm(out_THC.transpose(0, 1), w_v_HVC.transpose(1, 2))
-        return self.o(out_HTV.transpose(0, 1).flatten(1))
+        return backend.attend(q_THX, cache, batch, self.scale, w_v_HVC)
 
     def project(self, x_TD: torch.Tensor, cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [T, H, N + R] and cache rows [T, C + R] (normed latent, roped key shared by all heads)."""

@@ -13,7 +13,7 @@ V value width of a head, S splits.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -29,7 +29,8 @@ MAX_QUERY_LEN = 16
 class DecodeConfig:
     """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others do not.
 
-    tokens: keys a tile, a divisor of the page; stages: tiles in flight; programs: resident programs an SM;
+    tokens: keys a tile, a divisor of the page; stages: tiles in flight; max_rows: heads x query tokens that one program
+    takes at most; programs: resident programs an SM;
     min_split: fewest keys a split, a multiple of 64; partial: type of the splits' sums; early: pages are brought into
     L2 before the previous kernel ends, which asks that none of the step's kernels writes lengths or block tables;
     merge_values, merge_rows, merge_splits: value columns and rows a program of the merge, splits it reads at once.
@@ -38,6 +39,7 @@ class DecodeConfig:
     tokens: int = 64
     stages: int = 2
     warps: int = 4
+    max_rows: int = 64
     programs: int = 1
     min_split: int = 64
     max_splits: int = 64
@@ -48,8 +50,8 @@ class DecodeConfig:
     merge_splits: int = 16
 
 
-GENERAL = DecodeConfig(tokens=32, stages=2, programs=1)
-CONFIGS = {(9, 0): DecodeConfig(), (10, 0): DecodeConfig()}
+GENERAL = DecodeConfig(tokens=32, stages=2, max_rows=32)
+CONFIGS = {(9, 0): DecodeConfig()}
 
 
 def config_for(capability: tuple[int, int]) -> DecodeConfig:
@@ -199,7 +201,7 @@ def _merge(
     REQUESTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, h, v): ROWS rows of one head, VALUES columns: W_UV times the merged latent. Adds in order of split."""
+    """Program (t, h, v): ROWS rows of one head, VALUES columns: W_UV times the splits, merged in order."""
     start(PDL)
     head = tl.program_id(1)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -254,7 +256,7 @@ def _power_of_two(n: int, least: int) -> int:
 
 def _attend_shape(config: DecodeConfig, rows: int) -> tuple[int, int]:
     """(rows a program, its warps) for `rows` = heads x query tokens: sums of [C, rows] must fit the registers."""
-    tile = min(_power_of_two(rows, 16), 64)
+    tile = min(_power_of_two(rows, 16), config.max_rows)
     return tile, config.warps if tile < 64 else 2 * config.warps
 
 
@@ -271,9 +273,9 @@ def mla_decode(
 ) -> torch.Tensor:
     """Attention of each request's last query tokens over its cached keys, then W_UV. Returns [T, H, V] like q_THX.
 
-    q_THX: [T, H, C + R], absorbed and roped, contiguous; cache: [blocks, page, C + R], contiguous; block_table_NB: int32
-    or int64; query_starts_N1, seq_lens_N: int32, seq_lens_N 0 for a padding request, whose rows give zeros, as do rows
-    beyond the last start. Query i of a request sees keys up to its own position. max_query_len: an upper bound, 1 to 16.
+    q_THX: [T, H, C + R], absorbed and roped, contiguous; cache: [blocks, page, C + R], contiguous; block_table_NB:
+    int32 or int64; query_starts_N1, seq_lens_N: int32, seq_lens_N 0 for a padding request, whose rows give zeros, as do
+    rows beyond the last start. Query i of a request sees keys up to its own position. max_query_len: a bound, 1 to 16.
     w_v_HVC: rows of C contiguous numbers. Raises ValueError for other lengths.
     """
     if not 1 <= max_query_len <= MAX_QUERY_LEN:
@@ -318,7 +320,12 @@ MERGE_SIGNATURE = {
 def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = None) -> list[tuple]:
     """(name, kernel, signature, constants, options) of the shapes in use: 8 to 64 heads, 1 to 16 query tokens."""
     config = config or config_for(capability)
-    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": 64, "PDL": capability >= (9, 0)}
+    splits = {
+        "MIN_SPLIT": config.min_split,
+        "MAX_SPLITS": config.max_splits,
+        "REQUESTS": 64,
+        "PDL": capability >= (9, 0),
+    }
     cases = []
     for heads, query_len in ((8, 1), (8, 4), (64, 4)):
         rows, warps = _attend_shape(config, heads * query_len)

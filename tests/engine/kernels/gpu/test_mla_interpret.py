@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,7 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.attention.backend import ATTENTION_BACKENDS
+from engine.batch import ForwardBatch
+from engine.kernels import reference
+from engine.layers.rotary import RopeParameters, RotaryEmbedding
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
+from tests.mla_layer import batch_of, build
 from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
@@ -37,7 +43,9 @@ def decode(case: DecodeCase, monkeypatch, **settings) -> torch.Tensor:
     """The kernel with small splits, its outputs poisoned beforehand."""
     from engine.kernels.gpu import mla_decode
 
-    config = mla_decode.DecodeConfig(**({"tokens": 16, "max_splits": 4, "merge_splits": 2, "stages": 1, "partial": torch.float16} | settings))
+    config = mla_decode.DecodeConfig(
+        **({"tokens": 16, "max_splits": 4, "merge_splits": 2, "stages": 1, "partial": torch.float16} | settings)
+    )
 
     def poisoned(*shape: int, **options) -> torch.Tensor:
         return torch.full(shape, float("nan"), **options)
@@ -105,3 +113,66 @@ def test_rows_beyond_the_last_request_are_zeros(monkeypatch):
 def test_many_query_heads_take_several_row_tiles(monkeypatch):
     case = decode_case([16, 3], [90, 33], heads=8, **SMALL)
     assert relative_error(decode(case, monkeypatch), expected_decode(case, SCALE)) < 8e-3
+
+
+def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
+    """(q, the chunks' rows, cache with what comes before them, batch, kv_b) of 2 heads, nope 16, rope 16, latent 32."""
+    case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
+    starts = [0, *itertools.accumulate(query_lens)]
+    rows = [
+        case.cache[case.block_table_NB[n, : -(-length // 16)]].flatten(0, 1)[length - count : length]
+        for n, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True))
+    ]
+    nothing = torch.zeros(starts[-1], dtype=torch.int64)
+    batch = ForwardBatch(
+        nothing, nothing, nothing, case.block_table_NB, query_lens, seq_lens, None,
+        torch.tensor(starts, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32),
+        torch.tensor([starts[-1]], dtype=torch.int32), max(query_lens),
+    )  # fmt: skip
+    return case.q_THX[..., :32].contiguous(), torch.cat(rows), case.cache, batch, case.kv_b_HXC.flatten(0, 1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [([70], [70]), ([17, 65], [17, 65]), ([33, 20], [33 + 48, 20 + 7]), ([20, 18, 64], [20, 18 + 70, 64])],
+)
+def test_chunks_over_their_context(query_lens, seq_lens):
+    from engine.attention.triton import TritonAttention
+
+    q, rows, cache, batch, kv_b = chunk_case(query_lens, seq_lens)
+    got = TritonAttention(context_tokens=32).prefill(q, rows, cache, batch, SCALE, kv_b)
+    expected = reference.mla_prefill(
+        q.float(), rows.float(), cache.float(), batch.block_table_NB, query_lens, seq_lens, SCALE, kv_b.float()
+    )
+    assert got.dtype == q.dtype and relative_error(got, expected) < 4e-3
+
+
+@interpreted
+def test_the_layer_takes_short_and_long_requests_in_any_order():
+    """Decode, chunk with context, verify, first chunk: the layer over Triton equals the layer over the reference."""
+    mla = build("true heads", 24)
+    rotary = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"))
+    chunks = [(0, 9, 10), (1, 5, 25), (2, 3, 6), (3, 0, 17)]
+    table = [[5, 1, 3], [2, 6, 4, 7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
+    generator = torch.Generator().manual_seed(2)
+    batch = batch_of(table, chunks)
+    cache = torch.randn(18, 4, 576, generator=generator)
+    x = torch.randn(len(batch.positions_T), 32, generator=generator)
+    results = []
+    for name in ("reference", "triton"):
+        with torch.inference_mode():
+            backend = ATTENTION_BACKENDS[name]()
+            results.append((mla(x, rotary(batch.positions_T), cache.clone(), batch, backend), backend))
+    assert relative_error(results[1][0], results[0][0]) < 1e-4
+
+
+@interpreted
+def test_store_skips_padding_rows():
+    from engine.kernels.gpu.latent_store import store_latent
+
+    cache, rows = torch.full((3, 4, 6), 7.0), torch.randn(4, 6)
+    store_latent(cache, rows, torch.tensor([5, 8, 0, 1]), torch.tensor([2], dtype=torch.int32))
+    expected = torch.full((3, 4, 6), 7.0)
+    expected[1, 1], expected[2, 0] = rows[:2]
+    assert torch.equal(cache, expected)
