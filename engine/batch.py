@@ -5,7 +5,9 @@ Shape letters: T tokens of the step, N sequences in it, B blocks a sequence may 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,10 @@ class ForwardBatch:
     block_table_NB: int64, rows padded with block 0, which no sequence owns.
     query_lens, seq_lens: host lists of N ints, the tokens of this step and all tokens up to and including them.
     dispatcher: which rank holds which tokens between attention and attention, chosen for this step.
+
+    On the device, for kernels that are captured in graphs, where the host lists are empty:
+    query_starts_N1: int32 [N + 1], first token of each sequence, then their number; seq_lens_N: int32 [N], 0 for
+    padding; num_tokens_1: int32 [1], tokens from there on are padding; max_query_len: an upper bound of query lengths.
     """
 
     token_ids_T: torch.Tensor
@@ -31,3 +37,34 @@ class ForwardBatch:
     query_lens: list[int]
     seq_lens: list[int]
     dispatcher: TokenDispatcher
+    query_starts_N1: torch.Tensor | None = None
+    seq_lens_N: torch.Tensor | None = None
+    num_tokens_1: torch.Tensor | None = None
+    max_query_len: int = 0
+
+    def parts(self, max_short: int) -> Iterator[tuple[bool, slice, ForwardBatch]]:
+        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long."""
+        if self.max_query_len <= max_short:
+            yield True, slice(0, self.token_ids_T.shape[0]), self
+            return
+        first = token = 0
+        for short, run in itertools.groupby(self.query_lens, lambda query_len: query_len <= max_short):
+            query_lens = list(run)
+            tokens = slice(token, token + sum(query_lens))
+            yield short, tokens, self._part(slice(first, first + len(query_lens)), tokens, query_lens)
+            first, token = first + len(query_lens), tokens.stop
+
+    def _part(self, sequences: slice, tokens: slice, query_lens: list[int]) -> ForwardBatch:
+        return replace(
+            self,
+            token_ids_T=self.token_ids_T[tokens],
+            positions_T=self.positions_T[tokens],
+            slots_T=self.slots_T[tokens],
+            block_table_NB=self.block_table_NB[sequences],
+            query_lens=query_lens,
+            seq_lens=self.seq_lens[sequences],
+            query_starts_N1=self.query_starts_N1[sequences.start : sequences.stop + 1] - tokens.start,
+            seq_lens_N=self.seq_lens_N[sequences],
+            num_tokens_1=(self.num_tokens_1 - tokens.start).clamp(max=tokens.stop - tokens.start),
+            max_query_len=max(query_lens),
+        )

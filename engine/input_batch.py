@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from engine.batch import ForwardBatch
@@ -20,14 +22,20 @@ class InputBatch:
         token_ids = [t for item in items for t in item.request.token_ids(item.start, item.stop)]
         positions = [p for item in items for p in range(item.start, item.stop)]
         slots = [slot for item in items for slot in self._slots(item)]
+        query_lens = [item.num_tokens for item in items]
+        seq_lens = [item.stop for item in items]
         return ForwardBatch(
             token_ids_T=self._tensor(token_ids),
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
             block_table_NB=self._block_table(items),
-            query_lens=[item.num_tokens for item in items],
-            seq_lens=[item.stop for item in items],
+            query_lens=query_lens,
+            seq_lens=seq_lens,
             dispatcher=dispatcher,
+            query_starts_N1=self._tensor([0, *itertools.accumulate(query_lens)], torch.int32),
+            seq_lens_N=self._tensor(seq_lens, torch.int32),
+            num_tokens_1=self._tensor([len(token_ids)], torch.int32),
+            max_query_len=max(query_lens),
         )
 
     def _slots(self, item: ScheduledRequest) -> list[int]:
@@ -39,5 +47,5 @@ class InputBatch:
         width = max(len(blocks) for blocks in used)
         return self._tensor([blocks + [0] * (width - len(blocks)) for blocks in used])
 
-    def _tensor(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

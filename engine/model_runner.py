@@ -162,8 +162,8 @@ def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> t
     dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
-    backend_name = attention_backends.choose(config.attention_backend)
     try:
+        backend_name = attention_backends.choose(config.attention_backend, device, dtype)
         dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, files.model_config.n_routed_experts)
         model = files.entry.load_model(
             str(files.directory),

@@ -1,6 +1,6 @@
 """What an attention kernel must do for MLA, and the table of those that can.
 
-Shape letters: T tokens, H heads, C latent width, X = C + rope width.
+Shape letters: T tokens, H heads, C latent width, X = C + rope width, V value width of a head.
 """
 
 from __future__ import annotations
@@ -14,18 +14,30 @@ from engine.batch import ForwardBatch
 
 
 class AttentionBackend(Protocol):
-    name: str
+    """max_absorbed_query_len: requests with more query tokens in a step go to `prefill`; None sends all to `attend`."""
 
-    def store(self, cache: torch.Tensor, kv_TX: torch.Tensor, batch: ForwardBatch) -> None:
-        """Writes the step's rows into this layer's cache [blocks, block_size, X] at batch.slots_T."""
+    name: str
+    max_absorbed_query_len: int | None
 
     def attend(
         self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, w_v_HVC: torch.Tensor
     ) -> torch.Tensor:
-        """Causal absorbed attention of each sequence's last query_len tokens over its cache, then each head's W_v.
+        """Causal attention of each sequence's last query_len tokens over its cache, queries absorbed, then W_UV.
 
-        Returns [T, H, V].
-        """
+        Returns [T, H, V]. W_v may be a view of kv_b."""
+
+    def prefill(
+        self,
+        q_THX: torch.Tensor,
+        kv_TX: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        kv_b_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same for queries [T, H, nope + rope] that are not absorbed, with the chunk's own rows at hand.
+
+        kv_b_weight: [H * (nope + V), C]. The cache holds what comes before the chunk. Returns [T, H, V]."""
 
 
 def _reference() -> AttentionBackend:
@@ -34,8 +46,20 @@ def _reference() -> AttentionBackend:
     return ReferenceAttention()
 
 
-ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference}
+def _triton() -> AttentionBackend:
+    from engine.attention.triton import TritonAttention
+
+    return TritonAttention()
 
 
-def choose(name: str) -> str:
-    return "reference" if name == "auto" else name
+ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference, "triton": _triton}
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend's name for "auto". Raises ValueError where the named one cannot run."""
+    fast = device.type == "cuda" and dtype == torch.bfloat16
+    if name == "auto":
+        return "triton" if fast else "reference"
+    if name == "triton" and not fast:
+        raise ValueError("attention_backend=triton needs bfloat16 on CUDA; use attention_backend=auto")
+    return name

@@ -9,10 +9,10 @@ from engine.kernels import reference
 
 
 class ReferenceAttention:
-    name = "reference"
+    """All requests in the absorbed form, whatever their number of query tokens."""
 
-    def store(self, cache: torch.Tensor, kv_TX: torch.Tensor, batch: ForwardBatch) -> None:
-        reference.store_latent(cache, kv_TX, batch.slots_T)
+    name = "reference"
+    max_absorbed_query_len: int | None = None
 
     def attend(
         self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, w_v_HVC: torch.Tensor
@@ -21,3 +21,16 @@ class ReferenceAttention:
             q_THX, cache, batch.block_table_NB, batch.query_lens, batch.seq_lens, scale, w_v_HVC.shape[2]
         )
         return torch.bmm(out_THC.transpose(0, 1), w_v_HVC.transpose(1, 2)).transpose(0, 1)
+
+    def prefill(
+        self,
+        q_THX: torch.Tensor,
+        kv_TX: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        kv_b_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        return reference.mla_prefill(
+            q_THX, kv_TX, cache, batch.block_table_NB, batch.query_lens, batch.seq_lens, scale, kv_b_weight
+        )

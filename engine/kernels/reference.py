@@ -180,3 +180,33 @@ def mla_naive(q_THX: torch.Tensor, keys_LHX: torch.Tensor, values_LHV: torch.Ten
     visible_TL = torch.ones(query_len, seq_len, dtype=torch.bool, device=q_THX.device).tril(seq_len - query_len)
     probs_HTL = scores_HTL.masked_fill(~visible_TL, float("-inf")).softmax(-1).to(q_THX.dtype)
     return torch.einsum("htl,lhv->thv", probs_HTL, values_LHV)
+
+
+def mla_prefill(
+    q_THX: torch.Tensor,
+    kv_TX: torch.Tensor,
+    cache: torch.Tensor,
+    block_table_NB: torch.Tensor,
+    query_lens: list[int],
+    seq_lens: list[int],
+    scale: float,
+    kv_b_weight: torch.Tensor,
+) -> torch.Tensor:
+    """Expanded attention of chunks over their cached context and themselves, one sequence at a time.
+
+    q_THX: [T, H, nope + R]; kv_TX: the chunks' own rows [T, C + R]; kv_b_weight: [H * (nope + V), C], nope rows of a
+    head first. Returns [T, H, V].
+    """
+    heads, latent_width = q_THX.shape[1], kv_b_weight.shape[1]
+    nope = q_THX.shape[2] - (kv_TX.shape[1] - latent_width)
+    outs, start = [], 0
+    for n, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        context = seq_len - query_len
+        pages = block_table_NB[n, : -(-context // cache.shape[1])]
+        rows_LX = torch.cat([cache[pages].flatten(0, 1)[:context], kv_TX[start : start + query_len]])
+        latent_LC, rope_LR = rows_LX.tensor_split([latent_width], dim=1)
+        kv_LHX = F.linear(latent_LC, kv_b_weight).unflatten(1, (heads, -1))
+        keys_LHX = torch.cat([kv_LHX[..., :nope], rope_LR.unsqueeze(1).expand(-1, heads, -1)], dim=-1)
+        outs.append(mla_naive(q_THX[start : start + query_len], keys_LHX, kv_LHX[..., nope:], scale))
+        start += query_len
+    return torch.cat(outs)

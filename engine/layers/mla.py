@@ -20,9 +20,8 @@ from engine.weights import TensorSpec
 
 
 class MLA(nn.Module):
-    """Absorbed form: scores and sums are taken in the latent space, so the cache holds C + R numbers a token.
-
-    Returns this rank's partial output; the dispatcher sums over ranks.
+    """The cache holds C + R numbers a token. Absorbed form: scores and sums are taken in the latent space; the backend
+    may ask for long chunks in the expanded form. The dispatcher sums over ranks.
     """
 
     def __init__(
@@ -70,21 +69,35 @@ class MLA(nn.Module):
 
         Returns a partial over ranks, [T, D] or parts [P, T, D] of its sum.
         """
-        q_TQ, _ = self.latents(x_TD, cis, cache, batch)
-        w_k_HNC, w_v_HVC = self.absorbed_weights()
-        q_THX = self.kernels.absorbed_queries(q_TQ, self.query_weight, w_k_HNC, cis)
-        out_THV = backend.attend(q_THX, cache, batch, self.scale, w_v_HVC)
+        q_TQ, rows_TX = self.latents(x_TD, cis, cache, batch.slots_T)
+        if backend.max_absorbed_query_len is None:
+            out_THV = self.attend(q_TQ, cis, cache, batch, backend)
+            return self.kernels.partial(out_THV.flatten(1), self.o.weight)
+        outs = []
+        for is_short, tokens, part in batch.parts(backend.max_absorbed_query_len):
+            if is_short:
+                outs.append(self.attend(q_TQ[tokens], cis[tokens], cache, part, backend))
+            else:
+                q_THX = self.kernels.queries(q_TQ[tokens], self.query_weight, self.nope, cis[tokens], self.num_heads)
+                outs.append(backend.prefill(q_THX, rows_TX[tokens], cache, part, self.scale, self.kv_b.weight))
+        out_THV = torch.cat(outs) if len(outs) > 1 else outs[0]
         return self.kernels.partial(out_THV.flatten(1), self.o.weight)
 
+    def attend(
+        self, q_TQ: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, backend: AttentionBackend
+    ) -> torch.Tensor:
+        """The absorbed form: queries go into the latent space, the sums come back as [T, H, V]."""
+        w_k_HNC, w_v_HVC = self.absorbed_weights()
+        q_THX = self.kernels.absorbed_queries(q_TQ, self.query_weight, w_k_HNC, cis)
+        return backend.attend(q_THX, cache, batch, self.scale, w_v_HVC)
+
     def latents(
-        self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
+        self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, slots_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query latents [T, Q] and cache rows [T, C + R] (normed latent, roped key of all heads), also stored."""
         q_norm = self.q_a_layernorm.weight if self.q_lora_rank else None
         kv_norm = self.kv_a_layernorm
-        return self.kernels.latents(
-            x_TD, self.qkv_a.weight, q_norm, kv_norm.weight, kv_norm.eps, cis, cache, batch.slots_T
-        )
+        return self.kernels.latents(x_TD, self.qkv_a.weight, q_norm, kv_norm.weight, kv_norm.eps, cis, cache, slots_T)
 
     @property
     def query_weight(self) -> torch.Tensor | None:
@@ -96,11 +109,10 @@ class MLA(nn.Module):
         per_head = self.kv_b.weight.unflatten(0, (self.num_heads, self.nope + self.value))
         return per_head[:, : self.nope], per_head[:, self.nope :]
 
-    def forward_naive(
-        self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """The same for one whole sequence, keys and values expanded: the oracle of `forward`."""
-        q_TQ, rows_TX = self.latents(x_TD, cis, cache, batch)
+    def forward_naive(self, x_TD: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        """The same for one whole sequence without a cache, keys and values expanded: the oracle of `forward`."""
+        slots_T = torch.arange(x_TD.shape[0], device=x_TD.device)
+        q_TQ, rows_TX = self.latents(x_TD, cis, x_TD.new_empty(1, len(slots_T), self.kv_lora_rank + self.rope), slots_T)
         q_THX = self.kernels.queries(q_TQ, self.query_weight, self.nope, cis, self.num_heads)
         latent_TC, key_rope_TR = rows_TX.split([self.kv_lora_rank, self.rope], dim=-1)
         kv_THX = self.kernels.linear(latent_TC, self.kv_b.weight).unflatten(-1, (self.num_heads, -1))

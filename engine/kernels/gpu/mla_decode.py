@@ -1,0 +1,336 @@
+"""Absorbed multi-head latent attention over a paged cache for a few query tokens a request (DeepSeek-V2, section 2.1).
+
+Two kernels. `_attend` reads each tile of keys once for all heads and query tokens of its request and leaves one partial
+sum a split; `_merge` adds the splits by log-sum-exp and multiplies by W_UV. Tokens lie on the M side of both products
+(S^T = K q^T, O^T = V^T P^T), so that eight heads fill one instruction and the sums stay small.
+
+A split is a range of keys which follows from the length that a row sees, never from the batch: the same row gives the
+same bits alone, in any batch, and as one of several query tokens.
+
+Shape letters: T tokens, N requests, B pages a request may hold, H heads, C latent width, R rope width, X = C + R,
+V value width of a head, S splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu.pdl import launch_options, prefetch_rows, wait
+
+MAX_QUERY_LEN = 16
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others do not.
+
+    tokens: keys a tile, a divisor of the page; stages: tiles in flight; max_rows: heads x query tokens that one program
+    takes at most; programs: resident programs an SM;
+    min_split: fewest keys a split, a multiple of 64; partial: type of the splits' sums; early: pages are brought into
+    L2 before the previous kernel ends, which asks that none of the step's kernels writes lengths or block tables;
+    merge_values, merge_rows, merge_splits: value columns and rows a program of the merge, splits it reads at once.
+    """
+
+    tokens: int = 64
+    stages: int = 2
+    warps: int = 4
+    max_rows: int = 64
+    programs: int = 1
+    min_split: int = 64
+    max_splits: int = 64
+    partial: torch.dtype = torch.bfloat16
+    early: bool = False
+    merge_values: int = 32
+    merge_rows: int = 1
+    merge_splits: int = 16
+
+
+GENERAL = DecodeConfig(tokens=32, stages=2, max_rows=32)
+CONFIGS = {(9, 0): DecodeConfig()}
+
+
+def config_for(capability: tuple[int, int]) -> DecodeConfig:
+    """The tuned entry, or the general one, which needs no more than 99 KB of shared memory."""
+    return CONFIGS.get(capability, GENERAL)
+
+
+@triton.jit
+def _split_size(length, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Keys a split of a row that sees `length` keys: the smallest multiple of 64 that needs at most MAX_SPLITS."""
+    return tl.maximum(((length + MAX_SPLITS * 64 - 1) // (MAX_SPLITS * 64)) * 64, MIN_SPLIT)
+
+
+@triton.jit
+def _num_units(query_len, seq_len, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Splits of the request's last row, and, where its first row has smaller ones, MAX_SPLITS of those as well."""
+    size = _split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
+    first_size = _split_size(seq_len - query_len + 1, MIN_SPLIT, MAX_SPLITS)
+    units = (seq_len + size - 1) // size + tl.where(first_size < size, MAX_SPLITS, 0)
+    return tl.where((seq_len > 0) & (query_len > 0), units, 0)
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    cache_ptr,
+    table_ptr,
+    starts_ptr,
+    lens_ptr,
+    partial_ptr,
+    lse_ptr,
+    table_stride,
+    num_requests,
+    scale_log2,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries."""
+    if not EARLY:
+        wait(PDL)
+    requests = tl.arange(0, REQUESTS)
+    known = requests < num_requests
+    lens = tl.load(lens_ptr + requests, mask=known, other=0)
+    first_rows = tl.load(starts_ptr + requests, mask=known, other=0)
+    query_lens = tl.load(starts_ptr + requests + 1, mask=known, other=0) - first_rows
+    units = _num_units(query_lens, lens, MIN_SPLIT, MAX_SPLITS)
+    ends = tl.cumsum(units, 0)
+    total = tl.sum(units, 0)
+    if EARLY:
+        if tl.program_id(0) < total:
+            n = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)
+            split = tl.program_id(0) - tl.sum(tl.where(requests == n, ends - units, 0), 0)
+            first_key = split * _split_size(tl.load(lens_ptr + n), MIN_SPLIT, MAX_SPLITS)
+            if first_key < tl.load(lens_ptr + n):
+                page = tl.load(table_ptr + n.to(tl.int64) * table_stride + first_key // PAGE).to(tl.int64)
+                half_rows = page * (PAGE * (C + R)) + tl.arange(0, 2 * PAGE) * ((C + R) // 2)
+                prefetch_rows(cache_ptr + half_rows, C + R, PDL)
+        wait(PDL)
+
+    tokens = tl.arange(0, TOKENS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, C)
+    rope_columns = C + tl.arange(0, R)
+    for unit in range(tl.program_id(0), total, tl.num_programs(0)):
+        n = tl.sum((ends <= unit).to(tl.int32), 0)
+        split = unit - tl.sum(tl.where(requests == n, ends - units, 0), 0)
+        seq_len = tl.load(lens_ptr + n)
+        first_row = tl.load(starts_ptr + n)
+        query_len = tl.load(starts_ptr + n + 1) - first_row
+        size = _split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
+        stop = seq_len
+        num_splits = (seq_len + size - 1) // size
+        if split >= num_splits:  # a unit of the rows whose shorter view has smaller splits
+            split -= num_splits
+            size = _split_size(seq_len - query_len + 1, MIN_SPLIT, MAX_SPLITS)
+            stop = size * MAX_SPLITS
+        row_lens = tl.where(rows < query_len * H, seq_len - query_len + 1 + rows // H, 0)
+        row_size = _split_size(row_lens, MIN_SPLIT, MAX_SPLITS)
+        wanted = (row_lens > split * size) & (row_size == size)
+        if tl.max(wanted.to(tl.int32), 0) > 0:
+            q_rows = q_ptr + (first_row.to(tl.int64) * H + rows) * (C + R)
+            real = rows < query_len * H
+            q_RC = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None], other=0.0)
+            q_RR = tl.load(q_rows[:, None] + rope_columns[None, :], mask=real[:, None], other=0.0)
+            table_row = table_ptr + n.to(tl.int64) * table_stride
+            top = tl.full([ROWS], -1e30, tl.float32)
+            denominator = tl.zeros([ROWS], tl.float32)
+            acc_CR = tl.zeros([C, ROWS], tl.float32)
+            stop = tl.minimum(stop, (split + 1) * size)
+            for t in tl.range(split * size, stop, TOKENS, num_stages=STAGES):
+                page = tl.load(table_row + t // PAGE).to(tl.int64)
+                key_rows = cache_ptr + page * (PAGE * (C + R)) + (t % PAGE + tokens) * (C + R)
+                written = (t + tokens < seq_len)[:, None]
+                latent_KC = tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0)
+                rope_KR = tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0)
+                scores = tl.dot(latent_KC, tl.trans(q_RC))
+                scores = tl.dot(rope_KR, tl.trans(q_RR), scores)
+                visible = (t + tokens)[:, None] < row_lens[None, :]
+                scores = tl.where(visible, scores * scale_log2, -1e30)
+                new_top = tl.maximum(top, tl.max(scores, 0))
+                probs = tl.exp2(scores - new_top[None, :])
+                shrink = tl.exp2(top - new_top)
+                denominator = denominator * shrink + tl.sum(probs, 0)
+                acc_CR = acc_CR * shrink[None, :]
+                acc_CR = tl.dot(tl.trans(latent_KC), probs.to(latent_KC.dtype), acc_CR)
+                top = new_top
+            out_RC = tl.trans(acc_CR / denominator[None, :])
+            places = (first_row.to(tl.int64) * H + rows) * MAX_SPLITS + split
+            out_rows = partial_ptr + places * C
+            tl.store(
+                out_rows[:, None] + columns[None, :], out_RC.to(partial_ptr.dtype.element_ty), mask=wanted[:, None]
+            )
+            tl.store(lse_ptr + places, top + tl.log2(denominator), mask=wanted)
+
+
+@triton.jit
+def _merge(
+    partial_ptr,
+    lse_ptr,
+    w_ptr,
+    starts_ptr,
+    lens_ptr,
+    out_ptr,
+    num_tokens,
+    num_requests,
+    w_head_stride,
+    w_value_stride,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, h, v): ROWS rows of one head, VALUES columns: W_UV times the splits, merged in order."""
+    head = tl.program_id(1)
+    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    columns = tl.arange(0, C)
+    w_rows = w_ptr + head.to(tl.int64) * w_head_stride + values * w_value_stride
+    w_VC = tl.load(w_rows[:, None] + columns[None, :]).to(tl.float32)
+    wait(PDL)
+    requests = tl.arange(0, REQUESTS)
+    stops = tl.load(starts_ptr + 1 + requests, mask=requests < num_requests, other=2147483647)
+    splits = tl.arange(0, SPLITS)
+    all_splits = tl.arange(0, MAX_SPLITS)
+    for i in range(ROWS):
+        row = tl.program_id(0) * ROWS + i
+        n = tl.sum((stops <= row).to(tl.int32), 0)
+        owned = (n < num_requests) & (row < num_tokens)
+        seq_len = tl.load(lens_ptr + n, mask=owned, other=0)
+        stop_row = tl.load(starts_ptr + n + 1, mask=owned, other=0)
+        length = tl.where(seq_len > 0, seq_len - (stop_row - 1 - row), 0)
+        size = _split_size(length, MIN_SPLIT, MAX_SPLITS)
+        num_splits = (length + size - 1) // size
+        place = (row.to(tl.int64) * H + head) * MAX_SPLITS
+        lse = tl.load(lse_ptr + place + all_splits, mask=all_splits < num_splits, other=-1e30)
+        top = tl.max(lse, 0)
+        acc_C = tl.zeros([C], tl.float32)
+        total = tl.zeros([SPLITS], tl.float32)
+        for s in range(0, num_splits, SPLITS):
+            here = s + splits < num_splits
+            weight = tl.exp2(tl.load(lse_ptr + place + s + splits, mask=here, other=-1e30) - top)
+            weight = tl.where(here, weight, 0.0)
+            parts = partial_ptr + (place + s + splits)[:, None] * C + columns[None, :]
+            acc_C += tl.sum(tl.load(parts, mask=here[:, None], other=0.0).to(tl.float32) * weight[:, None], 0)
+            total += weight
+        acc_C = acc_C / tl.maximum(tl.sum(total, 0), 1e-30)
+        out_V = tl.sum(w_VC * acc_C[None, :], 1)
+        out_row = out_ptr + (row.to(tl.int64) * H + head) * V
+        tl.store(out_row + values, out_V.to(out_ptr.dtype.element_ty), mask=row < num_tokens)
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def _tuned(device: torch.device) -> DecodeConfig:
+    return config_for(torch.cuda.get_device_capability(device)) if device.type == "cuda" else GENERAL
+
+
+def _power_of_two(n: int, least: int) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def _attend_shape(config: DecodeConfig, rows: int) -> tuple[int, int]:
+    """(rows a program, its warps) for `rows` = heads x query tokens: sums of [C, rows] must fit the registers."""
+    tile = min(_power_of_two(rows, 16), config.max_rows)
+    return tile, config.warps if tile < 64 else 2 * config.warps
+
+
+def mla_decode(
+    q_THX: torch.Tensor,
+    cache: torch.Tensor,
+    block_table_NB: torch.Tensor,
+    query_starts_N1: torch.Tensor,
+    seq_lens_N: torch.Tensor,
+    scale: float,
+    w_v_HVC: torch.Tensor,
+    max_query_len: int,
+    config: DecodeConfig | None = None,
+) -> torch.Tensor:
+    """Attention of each request's last query tokens over its cached keys, then W_UV. Returns [T, H, V] like q_THX.
+
+    q_THX: [T, H, C + R], absorbed and roped, contiguous; cache: [blocks, page, C + R], contiguous; block_table_NB:
+    int32 or int64; query_starts_N1, seq_lens_N: int32, seq_lens_N 0 for a padding request, whose rows give zeros, as do
+    rows beyond the last start. Query i of a request sees keys up to its own position. max_query_len: a bound, 1 to 16.
+    w_v_HVC: rows of C contiguous numbers. Raises ValueError for other lengths.
+    """
+    if not 1 <= max_query_len <= MAX_QUERY_LEN:
+        raise ValueError(f"max_query_len is {max_query_len}; decode takes 1 to {MAX_QUERY_LEN}, use prefill beyond")
+    config = config or _tuned(q_THX.device)
+    tokens, heads, width = q_THX.shape
+    latent, page, requests = w_v_HVC.shape[2], cache.shape[1], seq_lens_N.shape[0]
+    if width != cache.shape[2] or not q_THX.is_contiguous() or not cache.is_contiguous() or w_v_HVC.stride(2) != 1:
+        raise ValueError("queries, cache and W_UV must be contiguous rows of one width; make them so before the call")
+    options = launch_options(q_THX.device)
+    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 16)}
+    partial = torch.empty(tokens, heads, config.max_splits, latent, dtype=config.partial, device=q_THX.device)
+    lse = torch.empty(tokens, heads, config.max_splits, dtype=torch.float32, device=q_THX.device)
+    out_THV = torch.empty(tokens, heads, w_v_HVC.shape[1], dtype=q_THX.dtype, device=q_THX.device)
+    rows, warps = _attend_shape(config, heads * max_query_len)
+    programs = min(requests * config.max_splits, _num_sms(q_THX.device) * config.programs)
+    _attend[(programs, triton.cdiv(heads * max_query_len, rows))](
+        q_THX, cache, block_table_NB, query_starts_N1, seq_lens_N, partial, lse,
+        block_table_NB.stride(0), requests, scale * 1.4426950408889634,
+        H=heads, C=latent, R=width - latent, PAGE=page, ROWS=rows, TOKENS=min(config.tokens, page),
+        STAGES=config.stages, EARLY=config.early, **splits, num_warps=warps, **options,
+    )  # fmt: skip
+    values = min(config.merge_values, w_v_HVC.shape[1])
+    _merge[(triton.cdiv(tokens, config.merge_rows), heads, w_v_HVC.shape[1] // values)](
+        partial, lse, w_v_HVC, query_starts_N1, seq_lens_N, out_THV, tokens, requests,
+        w_v_HVC.stride(0), w_v_HVC.stride(1), H=heads, C=latent, V=w_v_HVC.shape[1], VALUES=values,
+        ROWS=config.merge_rows, SPLITS=min(config.merge_splits, config.max_splits), **splits, num_warps=8, **options,
+    )  # fmt: skip
+    return out_THV
+
+
+ATTEND_SIGNATURE = {
+    "q_ptr": "*bf16", "cache_ptr": "*bf16", "table_ptr": "*i64", "starts_ptr": "*i32", "lens_ptr": "*i32",
+    "partial_ptr": "*bf16", "lse_ptr": "*fp32", "table_stride": "i32", "num_requests": "i32", "scale_log2": "fp32",
+}  # fmt: skip
+MERGE_SIGNATURE = {
+    "partial_ptr": "*bf16", "lse_ptr": "*fp32", "w_ptr": "*bf16", "starts_ptr": "*i32", "lens_ptr": "*i32",
+    "out_ptr": "*bf16", "num_tokens": "i32", "num_requests": "i32", "w_head_stride": "i32", "w_value_stride": "i32",
+}  # fmt: skip
+
+
+def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = None) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of the shapes in use: 8 to 64 heads, 1 to 16 query tokens."""
+    config = config or config_for(capability)
+    splits = {
+        "MIN_SPLIT": config.min_split,
+        "MAX_SPLITS": config.max_splits,
+        "REQUESTS": 64,
+        "PDL": capability >= (9, 0),
+    }
+    cases = []
+    for heads, query_len in ((8, 1), (8, 4), (64, 4)):
+        rows, warps = _attend_shape(config, heads * query_len)
+        shape = {"H": heads, "C": 512, "R": 64, "PAGE": 64, "ROWS": rows, "TOKENS": config.tokens}
+        constants = shape | {"STAGES": config.stages, "EARLY": config.early} | splits
+        cases.append((f"attend {heads}x{query_len}", _attend, ATTEND_SIGNATURE, constants, {"num_warps": warps}))
+    shape = {"H": 8, "C": 512, "V": 128, "VALUES": config.merge_values, "ROWS": config.merge_rows}
+    constants = shape | {"SPLITS": config.merge_splits} | splits
+    cases.append(("merge", _merge, MERGE_SIGNATURE, constants, {"num_warps": 8}))
+    return cases

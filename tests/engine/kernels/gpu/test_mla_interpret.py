@@ -1,0 +1,167 @@
+"""The logic of the MLA kernels under Triton's interpreter: the tests run in a child process that has it switched on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.backend import ATTENTION_BACKENDS
+from engine.batch import ForwardBatch
+from engine.kernels import reference
+from engine.layers.rotary import RopeParameters, RotaryEmbedding
+from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
+from tests.mla_layer import batch_of, build
+from tests.triton_interpreter import allow_scalar_arrays
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
+if INTERPRETED:
+    allow_scalar_arrays()
+SCALE = 0.11
+# Not bfloat16, whose products the interpreter of Triton 3.6 takes of the bits as integers.
+SMALL = {"latent": 32, "rope": 16, "values": 16, "page": 16, "dtype": torch.float16}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "failed" not in done.stdout
+
+
+def decode(case: DecodeCase, monkeypatch, **settings) -> torch.Tensor:
+    """The kernel with small splits, its outputs poisoned beforehand."""
+    from engine.kernels.gpu import mla_decode
+
+    config = mla_decode.DecodeConfig(
+        **({"tokens": 16, "max_splits": 4, "merge_splits": 2, "stages": 1, "partial": torch.float16} | settings)
+    )
+
+    def poisoned(*shape: int, **options) -> torch.Tensor:
+        return torch.full(shape, float("nan"), **options)
+
+    monkeypatch.setattr(mla_decode.torch, "empty", poisoned)
+    out = mla_decode.mla_decode(*case.arguments(SCALE), config=config)
+    monkeypatch.undo()
+    return out
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([1], [1]),
+        ([1, 1, 1], [64, 0, 65]),
+        ([4], [258]),  # rows on both sides of a change of the split's size
+        ([1, 5, 2, 1, 3], [300, 16, 0, 15, 130]),
+        ([3, 0, 1], [3, 0, 17]),
+    ],
+)
+def test_decode_of_ragged_lengths(heads, query_lens, seq_lens, monkeypatch):
+    case = decode_case(query_lens, seq_lens, heads=heads, **SMALL)
+    got = decode(case, monkeypatch)
+    assert relative_error(got, expected_decode(case, SCALE)) < 8e-3
+    start = 0
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        assert seq_len or got[start : start + query_len].abs().sum() == 0
+        start += query_len
+
+
+@interpreted
+def test_a_row_is_the_same_alone_and_folded_in_any_batch(monkeypatch):
+    case = decode_case([4, 2, 1], [258, 70, 513], heads=2, **SMALL)
+    whole = decode(case, monkeypatch)
+    start = 0
+    for n, query_len in enumerate(case.query_lens):
+        for i in range(query_len):
+            alone = decode(case.request(n, i, i + 1), monkeypatch)
+            assert torch.equal(alone[0], whole[start + i]), (n, i)
+        start += query_len
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "settings", [{"tokens": 8}, {"programs": 2}, {"merge_rows": 2, "merge_values": 8}, {"partial": torch.float32}]
+)
+def test_every_setting_gives_the_same_function(settings, monkeypatch):
+    case = decode_case([2, 1, 1], [100, 7, 280], heads=4, index_dtype=torch.int32, **SMALL)
+    got = decode(case, monkeypatch, **settings)
+    assert relative_error(got, expected_decode(case, SCALE)) < 8e-3
+
+
+@interpreted
+def test_rows_beyond_the_last_request_are_zeros(monkeypatch):
+    case = decode_case([1, 2], [40, 20], heads=2, **SMALL)
+    expected = decode(case, monkeypatch)
+    case.q_THX = torch.cat([case.q_THX, torch.full_like(case.q_THX, float("nan"))])
+    got = decode(case, monkeypatch)
+    assert torch.equal(got[:3], expected) and got[3:].abs().max() == 0
+
+
+@interpreted
+def test_many_query_heads_take_several_row_tiles(monkeypatch):
+    case = decode_case([16, 3], [90, 33], heads=8, **SMALL)
+    assert relative_error(decode(case, monkeypatch), expected_decode(case, SCALE)) < 8e-3
+
+
+def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
+    """(q, the chunks' rows, cache with what comes before them, batch, kv_b) of 2 heads, nope 16, rope 16, latent 32."""
+    case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
+    starts = [0, *itertools.accumulate(query_lens)]
+    rows = [
+        case.cache[case.block_table_NB[n, : -(-length // 16)]].flatten(0, 1)[length - count : length]
+        for n, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True))
+    ]
+    nothing = torch.zeros(starts[-1], dtype=torch.int64)
+    batch = ForwardBatch(
+        nothing, nothing, nothing, case.block_table_NB, query_lens, seq_lens, None,
+        torch.tensor(starts, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32),
+        torch.tensor([starts[-1]], dtype=torch.int32), max(query_lens),
+    )  # fmt: skip
+    return case.q_THX[..., :32].contiguous(), torch.cat(rows), case.cache, batch, case.kv_b_HXC.flatten(0, 1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [([70], [70]), ([17, 65], [17, 65]), ([33, 20], [33 + 48, 20 + 7]), ([20, 18, 64], [20, 18 + 70, 64])],
+)
+def test_chunks_over_their_context(query_lens, seq_lens):
+    from engine.attention.triton import TritonAttention
+
+    q, rows, cache, batch, kv_b = chunk_case(query_lens, seq_lens)
+    got = TritonAttention(context_tokens=32).prefill(q, rows, cache, batch, SCALE, kv_b)
+    expected = reference.mla_prefill(
+        q.float(), rows.float(), cache.float(), batch.block_table_NB, query_lens, seq_lens, SCALE, kv_b.float()
+    )
+    assert got.dtype == q.dtype and relative_error(got, expected) < 4e-3
+
+
+@interpreted
+def test_the_layer_takes_short_and_long_requests_in_any_order():
+    """Decode, chunk with context, verify, first chunk: the layer over Triton equals the layer over the reference."""
+    mla = build("true heads", 24)
+    rotary = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"))
+    chunks = [(0, 9, 10), (1, 5, 25), (2, 3, 6), (3, 0, 17)]
+    table = [[5, 1, 3], [2, 6, 4, 7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
+    generator = torch.Generator().manual_seed(2)
+    batch = batch_of(table, chunks)
+    cache = torch.randn(18, 4, 576, generator=generator)
+    x = torch.randn(len(batch.positions_T), 32, generator=generator)
+    results = []
+    for name in ("reference", "triton"):
+        with torch.inference_mode():
+            backend = ATTENTION_BACKENDS[name]()
+            results.append((mla(x, rotary(batch.positions_T), cache.clone(), batch, backend), backend))
+    assert relative_error(results[1][0], results[0][0]) < 1e-4
