@@ -62,7 +62,7 @@ class ReferenceDispatcher:
     def _sum(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
         stack_PTD, sent = all_gather(partial_TD, self.parallel)
         self.parallel.meter.count(kind, sent)
-        return stack_PTD[0] if self.parallel.tp == 1 else sum_in_rank_order(stack_PTD)
+        return stack_PTD[0] if self.parallel.is_alone else sum_in_rank_order(stack_PTD)
 
 
 class AllReduceDispatcher(ReferenceDispatcher):
