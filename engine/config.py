@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TINY_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "kimi_k25" / "tiny"
+FULL_CONFIG = TINY_CHECKPOINT.parent / "full"  # the real model's configuration, without weights
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -26,9 +27,9 @@ class EngineConfig:
     tp is the number of ranks; attention is split over all of them. ep divides tp: ep = tp places whole experts,
     ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
     max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it.
-    load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make this
-    one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a step are
-    those of a real rank, the answer means nothing.
+    load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make
+    this one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a
+    step are those of a real rank, the answer means nothing.
     """
 
     model: str = str(TINY_CHECKPOINT)

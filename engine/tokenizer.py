@@ -132,7 +132,9 @@ class Tokenizer:
         Its control tokens are Kimi's, at the last 256 ids. Raises ConfigError for a vocabulary that is too small."""
         num_ranks = vocab_size - NUM_SPECIAL_TOKENS
         if num_ranks < 256:
-            raise ConfigError(f"a vocabulary of {vocab_size} holds no 256 bytes and 256 control tokens; use 512 or more.")
+            raise ConfigError(
+                f"a vocabulary of {vocab_size} holds no 256 bytes and 256 control tokens; use 512 or more."
+            )
         special_tokens, hidden = _special_tokens({}, num_ranks, Path("tokenizer_config.json"))
         tokenizer = cls([bytes([i]) for i in range(256)] + _words(num_ranks - 256), special_tokens, hidden)
         tokenizer.check()
@@ -222,7 +224,7 @@ class IncrementalDecoder:
 
 
 def _words(count: int) -> list[bytes]:
-    """Lower-case words by length, then alphabet. Every beginning of one is there before it, so that merging finds it."""
+    """Lower-case words by length, then alphabet; every beginning of one comes before it, so that merging finds it."""
     lengths = itertools.count(2)
     words = (word for n in lengths for word in itertools.product(b"abcdefghijklmnopqrstuvwxyz", repeat=n))
     return [bytes(word) for word in itertools.islice(words, count)]

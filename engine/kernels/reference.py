@@ -145,3 +145,8 @@ def mla_naive(q_THX: torch.Tensor, keys_LHX: torch.Tensor, values_LHV: torch.Ten
     visible_TL = torch.ones(query_len, seq_len, dtype=torch.bool, device=q_THX.device).tril(seq_len - query_len)
     probs_HTL = scores_HTL.masked_fill(~visible_TL, float("-inf")).softmax(-1).to(q_THX.dtype)
     return torch.einsum("htl,lhv->thv", probs_HTL, values_LHV)
+
+
+def stream_read(x: torch.Tensor, num_programs: int, block: int) -> torch.Tensor:
+    """Float32 [num_programs]: block i of `x` is added to sum i modulo num_programs."""
+    return x.view(-1, num_programs, block).sum((0, 2))
