@@ -12,12 +12,14 @@ from engine.layers.dummy import fill_dummy
 from engine.layers.norm import RMSNorm
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from tests.checkpoints import SHAPES, SMALL, TRUE_HEADS
+from tests.checkpoints import SMALL, TRUE_HEADS
 from tests.shares import config_directory
 
 
 def runner_of(directory, **settings) -> ModelRunner:
-    config = EngineConfig(str(directory), device="cpu", dtype="float32", load_format="dummy", **settings)
+    config = EngineConfig(
+        str(directory), device="cpu", dtype="float32", load_format="dummy", kv_cache_memory_gb=0.02, **settings
+    )
     return ModelRunner(config, ModelFiles.read(config), ParallelState(**config.placement()))
 
 
@@ -25,8 +27,7 @@ def weights(runner: ModelRunner) -> dict[str, torch.Tensor]:
     return dict(runner.model.named_parameters())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
-@pytest.mark.parametrize("quant", ["int4", "bf16"])
+@pytest.mark.parametrize(("shape", "quant"), [(SMALL, "int4"), (TRUE_HEADS, "bf16")])
 def test_the_seed_decides_and_nothing_is_left_out(tmp_path, shape, quant):
     directory = config_directory(tmp_path, shape, quant)
     one, same, other = (weights(runner_of(directory, seed=seed)) for seed in (1, 1, 2))
@@ -42,15 +43,15 @@ def test_activations_keep_their_size_and_routing_is_diverse(tmp_path):
     from engine.bench import step
     from engine.bench.routing import counted_experts
 
-    directory = config_directory(tmp_path, TRUE_HEADS)
-    runner = runner_of(directory, hf_overrides={"num_hidden_layers": 61, "n_routed_experts": 64}, max_num_seqs=16)
+    directory = config_directory(tmp_path, SMALL)
+    runner = runner_of(directory, hf_overrides={"num_hidden_layers": 61, "n_routed_experts": 64})
     output = step.prefill_step(runner, 100)
     with counted_experts(runner.model) as experts:
         hidden_TD = runner.model(runner.input_batch.build(output, runner.dispatcher), runner.caches)
     assert hidden_TD.isfinite().all() and 0.5 < hidden_TD.std() < 2
     logits_TV = runner.model.logits(hidden_TD)
     assert logits_TV.isfinite().all() and 0.2 < logits_TV.std() < 5
-    assert min(experts.distinct) > 50, "100 tokens with 4 experts each should meet nearly all of 64"
+    assert min(experts.distinct) > 50, "100 tokens with 2 experts each should meet nearly all of 64"
 
 
 class _Packed(nn.Module):

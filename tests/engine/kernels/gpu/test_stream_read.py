@@ -41,7 +41,7 @@ def test_it_compiles_to_wide_loads(capability):
     source = ASTSource(
         _stream_read,
         {"x": "*fp32", "sums": "*fp32", "NUM_STEPS": "constexpr", "BLOCK": "constexpr", "LOADS": "constexpr"},
-        {("NUM_STEPS",): 58, ("BLOCK",): BLOCK, ("LOADS",): LOADS},
+        {"NUM_STEPS": 58, "BLOCK": BLOCK, "LOADS": LOADS},
         {(0,): [["tt.divisibility", 16]]},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
