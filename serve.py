@@ -30,6 +30,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--model", help="checkpoint directory (default: the bundled tiny one)")
     engine.add_argument("--tp", type=int, default=1, help="ranks; attention is split over all of them")
     engine.add_argument("--ep", type=int, default=1, help="expert groups; divides --tp (default 1: experts sliced)")
+    engine.add_argument(
+        "--tp-share", type=int, metavar="N", help="hold one rank's share of N ranks, no sums over ranks"
+    )
+    engine.add_argument("--ep-share", type=int, metavar="M", help="expert groups of the N ranks (default 1)")
     engine.add_argument("--draft", help="EAGLE-3 draft directory, or auto")
     engine.add_argument("--num-draft-tokens", type=int, default=3)
     engine.add_argument("--device", choices=DEVICES, default="auto")
@@ -41,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--moe-comm", default="auto", help="how experts exchange tokens")
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true", help="run without CUDA graphs")
-    engine.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    engine.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy makes weights up")
     engine.add_argument("--seed", type=int, default=0)
     engine.add_argument("--num-threads", type=int, help="CPU threads a rank")
     engine.add_argument("--hf-overrides", type=_json_object, default={}, metavar="JSON", help="config.json keys")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 TINY_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "kimi_k25" / "tiny"
+FULL_CONFIG = TINY_CHECKPOINT.parent / "full"  # the real model's configuration, without weights
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "safetensors")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 MAX_COUNT = 2**31 - 1
 
 
@@ -26,11 +27,16 @@ class EngineConfig:
     tp is the number of ranks; attention is split over all of them. ep divides tp: ep = tp places whole experts,
     ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
     max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it.
+    load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make
+    this one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a
+    step are those of a real rank, the answer means nothing.
     """
 
     model: str = str(TINY_CHECKPOINT)
     tp: int = 1
     ep: int = 1
+    tp_share: int | None = None
+    ep_share: int | None = None
     draft: str | None = None
     num_draft_tokens: int = 3
     device: str = "auto"
@@ -57,9 +63,7 @@ class EngineConfig:
         self._check_counts()
         if not _is_int(self.seed):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}.")
-        if self.tp % self.ep:
-            fit = [d for d in range(1, min(self.tp, 1024) + 1) if self.tp % d == 0]
-            raise ConfigError(f"ep={self.ep} does not divide tp={self.tp}; use one of {fit}.")
+        _check_division(self.tp, self.ep, "tp", "ep")
         for name, known in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
@@ -68,13 +72,39 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_memory_gb must be a number above 0 and at most {MAX_COUNT}, not {memory!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
+        self._check_share()
 
     def _check_counts(self) -> None:
-        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
+        optional = ("max_model_len", "num_threads", "tp_share", "ep_share")
+        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens", *optional):
             value = getattr(self, name)
-            unset = value is None and name in ("max_model_len", "num_threads")
+            unset = value is None and name in optional
             if not unset and (not _is_int(value) or not 1 <= value <= MAX_COUNT):
                 raise ConfigError(f"{name} must be a whole number from 1 to {MAX_COUNT}, not {value!r}.")
+
+    def _check_share(self) -> None:
+        if self.tp_share is None:
+            if self.ep_share is not None:
+                raise ConfigError(f"ep_share={self.ep_share} needs tp_share, the size of the world it divides.")
+            return
+        if self.tp > 1:
+            raise ConfigError(f"tp_share={self.tp_share} is one rank's share in one process; leave tp={self.tp} out.")
+        if self.load_format != "dummy":
+            raise ConfigError(
+                f"tp_share={self.tp_share} computes no meaningful answer, so it loads no checkpoint; add "
+                "load_format='dummy'."
+            )
+        if self.moe_comm not in ("auto", "reference", "allreduce"):
+            raise ConfigError(
+                f"moe_comm={self.moe_comm!r} exchanges tokens, which a share does not; leave it out with tp_share."
+            )
+        _check_division(self.tp_share, self.ep_share or 1, "tp_share", "ep_share")
+
+    def placement(self) -> dict[str, Any]:
+        """The world this rank is placed in, as `ParallelState` names it: its own, or the one it holds a share of."""
+        if self.tp_share is None:
+            return {"tp": self.tp, "ep": self.ep}
+        return {"tp": self.tp_share, "ep": self.ep_share or 1, "is_share": True}
 
     def resolve(self, cuda_devices: int) -> EngineConfig:
         """Replaces every "auto" that depends on the machine alone; `cuda_devices` counts the GPUs of this host."""
@@ -94,6 +124,12 @@ class EngineConfig:
     @classmethod
     def from_json(cls, text: str) -> EngineConfig:
         return cls(**json.loads(text))
+
+
+def _check_division(tp: int, ep: int, tp_name: str, ep_name: str) -> None:
+    if tp % ep:
+        fit = [d for d in range(1, min(tp, 1024) + 1) if tp % d == 0]
+        raise ConfigError(f"{ep_name}={ep} does not divide {tp_name}={tp}; use one of {fit}.")
 
 
 def _is_int(value: Any) -> bool:

@@ -260,7 +260,7 @@ def _parallel_state(config: EngineConfig, ranks: Ranks) -> ParallelState:
             world_size=ranks.world_size,
             device_id=device if device.type == "cuda" else None,
         )
-    return ParallelState(ranks.rank, config.tp, config.ep, device)
+    return ParallelState(ranks.rank, device=device, **config.placement())
 
 
 def _set_threads(config: EngineConfig, ranks: Ranks) -> None:

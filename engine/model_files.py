@@ -9,7 +9,7 @@ from typing import Any
 
 import models
 from engine.chat_template import ChatTemplate
-from engine.config import ConfigError, EngineConfig
+from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
 from engine.json_files import read_json, token_ids
 from engine.request import InvalidRequestError, SamplingParams
 from engine.tokenizer import Tokenizer
@@ -51,8 +51,8 @@ class ModelFiles:
             entry,
             model_config,
             _generation_config(directory / "generation_config.json", model_config.vocab_size),
-            _tokenizer(directory, model_config.vocab_size),
-            ChatTemplate.from_directory(directory, entry.declare_tools),
+            _tokenizer(directory, model_config.vocab_size, config.load_format == "dummy"),
+            _chat_template(directory, entry, config.load_format == "dummy"),
         )
 
     @property
@@ -75,7 +75,10 @@ def _generation_config(path: Path, vocab_size: int) -> dict[str, Any]:
     return values
 
 
-def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
+def _tokenizer(directory: Path, vocab_size: int, is_dummy: bool) -> Tokenizer:
+    """The directory's own; one of made-up tokens beside made-up weights, where there is none."""
+    if is_dummy and not (directory / "tiktoken.model").exists():
+        return Tokenizer.synthetic(vocab_size)
     tokenizer = Tokenizer.from_directory(directory)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -83,6 +86,14 @@ def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
             f"{vocab_size}."
         )
     return tokenizer
+
+
+def _chat_template(directory: Path, entry: models.ModelEntry, is_dummy: bool) -> ChatTemplate | None:
+    """The directory's own; beside made-up weights the bundled checkpoint's, where there is none."""
+    template = ChatTemplate.from_directory(directory, entry.declare_tools)
+    if template is None and is_dummy:
+        return ChatTemplate.from_directory(TINY_CHECKPOINT, entry.declare_tools)
+    return template
 
 
 def _override(raw: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ModelRunner:
         self.caches = self._allocate(self.num_blocks)
         logger.info(
             "%s experts over %s, attention %s, %d KV blocks of %d tokens, longest request %d tokens",
-            f"ep={config.ep}",
+            f"ep={parallel.ep}",
             self.dispatcher.name,
             self.model.backend.name,
             self.num_blocks - 1,
@@ -149,7 +149,7 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
 
     Raises ConfigError with the sum, CheckpointError naming file and tensor.
     """
-    parallel = ParallelState(tp=config.tp, ep=config.ep, device=torch.device("meta"))
+    parallel = ParallelState(device=torch.device("meta"), **config.placement())
     _, model = _load(config, files, parallel)
     budget = _known_cache_bytes(config)
     block_bytes = _block_bytes(config, files, model)
@@ -173,6 +173,7 @@ def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> t
             backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
             kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
             shards_tokens=dispatcher.shards_tokens,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
     except CheckpointError:
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
+import itertools
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -124,6 +125,21 @@ class Tokenizer:
         _check_fast_tokenizer(folder / "tokenizer.json", special_tokens)
         return tokenizer
 
+    @classmethod
+    def synthetic(cls, vocab_size: int) -> Tokenizer:
+        """A working tokenizer of any size of at least 512, the same every time: all bytes, then short lower-case words.
+
+        Its control tokens are Kimi's, at the last 256 ids. Raises ConfigError for a vocabulary that is too small."""
+        num_ranks = vocab_size - NUM_SPECIAL_TOKENS
+        if num_ranks < 256:
+            raise ConfigError(
+                f"a vocabulary of {vocab_size} holds no 256 bytes and 256 control tokens; use 512 or more."
+            )
+        special_tokens, hidden = _special_tokens({}, num_ranks, Path("tokenizer_config.json"))
+        tokenizer = cls([bytes([i]) for i in range(256)] + _words(num_ranks - 256), special_tokens, hidden)
+        tokenizer.check()
+        return tokenizer
+
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Token ids of `text`, without BOS or EOS; control tokens are recognised only with `allow_special`.
 
@@ -205,6 +221,13 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def _words(count: int) -> list[bytes]:
+    """Lower-case words by length, then alphabet; every beginning of one comes before it, so that merging finds it."""
+    lengths = itertools.count(2)
+    words = (word for n in lengths for word in itertools.product(b"abcdefghijklmnopqrstuvwxyz", repeat=n))
+    return [bytes(word) for word in itertools.islice(words, count)]
 
 
 def check_encodable(text: str) -> None:

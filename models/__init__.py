@@ -12,7 +12,8 @@ class ModelEntry:
     """What the engine calls for a model.
 
     parse_config: config.json's dict -> the model's config. load_model: directory, config, parallel, dtype and the
-    chosen backends -> the model; on the meta device it checks all and reads no weight. declare_tools: tools -> the text
+    chosen backends -> the model; on the meta device it checks all and reads no weight, with a `dummy_seed` it makes the
+    weights up. declare_tools: tools -> the text
     the chat template shows, None for its JSON form.
     """
 

@@ -14,6 +14,9 @@ from engine.bench.report import publish
 from engine.config import ConfigError
 
 SUBCOMMANDS = {
+    "step": ("engine.bench.step", "decode steps and prefill of one rank's share, against the byte roofline"),
+    "moe": ("engine.bench.moe", "the routed experts of a layer on one rank"),
+    "mla": ("engine.bench.mla", "attention of a layer on one rank"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 

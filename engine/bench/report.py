@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from engine.config import TINY_CHECKPOINT
+from engine.config import FULL_CONFIG, TINY_CHECKPOINT
 
-PACKAGES = ("turnout", "torch", "transformers", "safetensors", "numpy")
+PACKAGES = ("turnout", "torch", "triton", "transformers", "safetensors", "numpy")
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
@@ -140,5 +140,6 @@ def publish(report: Report, command: Sequence[str], json_file: str | None) -> No
 
 
 def model_name(model: str) -> str:
-    """A checkpoint as a result file names it: the bundled one by its place in the project, others by their folder."""
-    return "models/kimi_k25/tiny" if Path(model).resolve() == TINY_CHECKPOINT else Path(model).name
+    """A checkpoint as a result file names it: a bundled one by its place in the project, others by their folder."""
+    path = Path(model).resolve()
+    return f"models/kimi_k25/{path.name}" if path in (TINY_CHECKPOINT, FULL_CONFIG) else path.name

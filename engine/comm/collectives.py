@@ -1,6 +1,6 @@
 """The few collectives the layers and dispatchers are made of. Each counts the bytes that this rank sends.
 
-A world of one rank does nothing and counts nothing sent.
+A rank that is alone, in its world or as a share of one, does nothing and counts nothing sent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 def all_reduce(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
     """Sum over all ranks, in place. Returns (x, bytes sent: a ring moves 2 (P-1)/P of the tensor)."""
-    if parallel.tp == 1:
+    if parallel.is_alone:
         return x, 0
     dist.all_reduce(x, group=parallel.group)
     return x, 2 * (parallel.tp - 1) * x.nbytes // parallel.tp
 
 
 def all_gather(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
-    """Stacks every rank's x: [P, *x.shape], in rank order. Returns (stack, bytes sent)."""
-    if parallel.tp == 1:
+    """Stacks every rank's x: [P, *x.shape], in rank order ([1, *x.shape] alone). Returns (stack, bytes sent)."""
+    if parallel.is_alone:
         return x.unsqueeze(0), 0
     out = torch.empty(parallel.tp, *x.shape, dtype=x.dtype, device=x.device)
     _all_gather_single(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=parallel.group)
@@ -33,7 +33,7 @@ def all_gather(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, 
 
 def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
     """x_P[r] goes to rank r; row r of the result came from rank r. Returns (received, bytes sent)."""
-    if parallel.tp == 1:
+    if parallel.is_alone:
         return x_P, 0
     out = torch.empty_like(x_P)
     dist.all_to_all_single(out, x_P.contiguous(), group=parallel.group)
@@ -42,7 +42,7 @@ def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor
 
 def agree_on_minimum(value: int, parallel: ParallelState) -> int:
     """The smallest `value` of all ranks, the same on each."""
-    if parallel.tp == 1:
+    if parallel.is_alone:
         return value
     smallest = torch.tensor(value, dtype=torch.int64, device=parallel.device)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=parallel.group)

@@ -26,7 +26,7 @@ class ReferenceDispatcher:
     def __init__(self, parallel: ParallelState, num_experts: int):
         self.parallel = parallel
         self.local_experts = parallel.expert_range(num_experts)
-        self.is_capturable = parallel.tp == 1
+        self.is_capturable = parallel.is_alone
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return norm(x_TD), x_TD
@@ -57,7 +57,7 @@ class ReferenceDispatcher:
 
     def _sum(self, partial: torch.Tensor, kind: str, sent_as: torch.dtype | None = None) -> torch.Tensor:
         """The partials of all ranks added up; those of one rank are left as they are, in parts or not."""
-        if self.parallel.tp == 1:
+        if self.parallel.is_alone:
             self.parallel.meter.count(kind, 0)
             return partial
         return self._sum_ranks(_whole(partial).to(sent_as or partial.dtype), kind)

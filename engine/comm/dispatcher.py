@@ -106,7 +106,7 @@ DISPATCHERS: dict[str, Callable[[ParallelState, int], TokenDispatcher]] = {
 
 
 def choose(name: str, parallel: ParallelState) -> str:
-    """The dispatcher that `auto` stands for: one rank needs no exchange, several share by all-reduce."""
+    """The dispatcher that `auto` stands for: a rank that is alone needs no exchange, several share by all-reduce."""
     if name != "auto":
         return name
-    return "reference" if parallel.tp == 1 else "allreduce"
+    return "reference" if parallel.is_alone else "allreduce"

@@ -15,7 +15,8 @@ class ParallelState:
     """One rank's place in a world of `tp` ranks.
 
     Attention is split over all ranks. Experts are split over `ep` groups of `expert_tp` = tp / ep ranks: ranks of one
-    group hold the same experts, each its slice of their columns.
+    group hold the same experts, each its slice of their columns. A share is one rank of such a world without the
+    others: its collectives exchange nothing.
     """
 
     rank: int = 0
@@ -24,6 +25,12 @@ class ParallelState:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None
     meter: CommMeter = field(default_factory=CommMeter)
+    is_share: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank to exchange anything with."""
+        return self.tp == 1 or self.is_share
 
     @property
     def expert_tp(self) -> int:

@@ -210,3 +210,8 @@ def mla_prefill(
         outs.append(mla_naive(q_THX[start : start + query_len], keys_LHX, kv_LHX[..., nope:], scale))
         start += query_len
     return torch.cat(outs)
+
+
+def stream_read(x: torch.Tensor, num_programs: int, block: int) -> torch.Tensor:
+    """Float32 [num_programs]: block i of `x` is added to sum i modulo num_programs."""
+    return x.view(-1, num_programs, block).sum((0, 2))

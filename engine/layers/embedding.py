@@ -53,10 +53,13 @@ class LMHead(_VocabularyShard):
         self.kernels = kernels
 
     def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [S, V], whole on every rank."""
+        """Float32 logits [S, V], whole on every rank; a share, which knows its own rows alone, rules out the others."""
         logits_Sv = self.kernels.linear(x_SD, self.weight, torch.float32)
         if self.parallel.tp == 1:
             return logits_Sv
         stack_PSv, sent = all_gather(logits_Sv, self.parallel)
         self.parallel.meter.count(meter.OTHER, sent)
-        return stack_PSv.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        logits_SV = stack_PSv.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        if self.parallel.is_share:
+            return F.pad(logits_SV, (0, self.vocab_size - logits_SV.shape[1]), value=float("-inf"))
+        return logits_SV

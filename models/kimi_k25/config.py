@@ -35,7 +35,7 @@ _COUNTS = (
 @dataclass(frozen=True)
 class KimiConfig:
     """`low_rank_norm_eps` is the epsilon of q_a_layernorm and kv_a_layernorm: 1e-6 as in the checkpoint's own code,
-    whatever rms_norm_eps says."""
+    whatever rms_norm_eps says. `is_quantized` is what the config claims; of files their tensors tell."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -59,6 +59,7 @@ class KimiConfig:
     max_position_embeddings: int
     rope: RopeParameters
     eos_token_ids: tuple[int, ...]
+    is_quantized: bool
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> KimiConfig:
@@ -84,6 +85,7 @@ class KimiConfig:
             low_rank_norm_eps=_number(text, "low_rank_norm_eps", 1e-6),
             rope=_rope(text),
             eos_token_ids=_eos_ids(text, config),
+            is_quantized=_is_quantized(text.get("quantization_config") or config.get("quantization_config")),
         )
 
     def is_dense(self, layer: int) -> bool:
@@ -171,6 +173,10 @@ def _rope(text: dict[str, Any]) -> RopeParameters:
         mscale=_number(scaling, "mscale", 1.0),
         mscale_all_dim=_number(scaling, "mscale_all_dim", 0.0),
     )
+
+
+def _is_quantized(quantization: Any) -> bool:
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors"
 
 
 def _eos_ids(text: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:

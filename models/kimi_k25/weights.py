@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.table import Kernels
+from engine.layers.dummy import fill_dummy
 from engine.layers.quant import detect_storage
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
@@ -25,11 +28,35 @@ def load_model(
     backend: AttentionBackend,
     kernels: Kernels,
     shards_tokens: bool,
+    dummy_seed: int | None = None,
 ) -> KimiModel:
     """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
 
-    Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not divide over the
-    ranks."""
+    With `dummy_seed` no file is read: the weights are made up, the same for the same seed, experts in the storage that
+    the config claims. Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not
+    divide over the ranks."""
+
+    def build(storage: str) -> KimiModel:
+        return KimiModel(
+            config,
+            parallel,
+            dtype,
+            backend=backend,
+            kernels=kernels,
+            expert_storage=kernels.expert_storage(storage),
+            shards_tokens=shards_tokens,
+        )
+
+    if dummy_seed is None:
+        return _load_checkpoint(directory, config, parallel, build)
+    model = build("int4" if config.is_quantized else "float")
+    fill_dummy(model, dummy_seed)
+    return model
+
+
+def _load_checkpoint(
+    directory: str, config: KimiConfig, parallel: ParallelState, build: Callable[[str], KimiModel]
+) -> KimiModel:
     checkpoint = Checkpoint(directory)
     skipped = checkpoint.skip(VISION_PREFIXES)
     is_check = parallel.device.type == "meta"
@@ -40,15 +67,7 @@ def load_model(
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     _check_counts(config, len(checkpoint.tensors))
-    model = KimiModel(
-        config,
-        parallel,
-        dtype,
-        backend=backend,
-        kernels=kernels,
-        expert_storage=kernels.expert_storage(storage),
-        shards_tokens=shards_tokens,
-    )
+    model = build(storage)
     prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
     specs = model.specs(prefix)
     checkpoint.check(specs)

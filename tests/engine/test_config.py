@@ -29,6 +29,33 @@ def test_ep_divides_tp():
     assert EngineConfig(tp=4, ep=2).ep == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tp_share": 8}, "load_format='dummy'"),
+        ({"tp_share": 8, "load_format": "safetensors"}, "load_format='dummy'"),
+        ({"tp_share": 8, "tp": 2, "load_format": "dummy"}, "tp=2"),
+        ({"ep_share": 8, "load_format": "dummy"}, "tp_share"),
+        ({"tp_share": 8, "ep_share": 3, "load_format": "dummy"}, "use one of [1, 2, 4, 8]"),
+        ({"tp_share": 8, "moe_comm": "nccl_a2a", "load_format": "dummy"}, "nccl_a2a"),
+        ({"tp_share": 0, "load_format": "dummy"}, "tp_share"),
+        ({"tp_share": 2, "ep_share": True, "load_format": "dummy"}, "ep_share"),
+    ],
+)
+def test_a_share_that_makes_no_sense_is_refused(settings, words):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**settings)
+    message = str(caught.value)
+    assert words in message and message.endswith(".") and "\n" not in message
+
+
+def test_a_share_is_placed_in_its_world():
+    assert EngineConfig(tp=4, ep=2).placement() == {"tp": 4, "ep": 2}
+    share = EngineConfig(tp_share=8, load_format="dummy")
+    assert share.placement() == {"tp": 8, "ep": 1, "is_share": True}
+    assert EngineConfig.from_json(share.to_json()) == share
+
+
 def test_a_huge_tp_is_refused_at_once():
     """Its divisors are not all looked for."""
     with pytest.raises(ConfigError, match="ep=2 does not divide"):

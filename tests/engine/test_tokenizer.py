@@ -260,3 +260,20 @@ def test_damaged_folders_are_refused_by_name(tmp_path, name):
 def test_ranks_survive_writing_and_reading(tmp_path):
     write_ranks(tmp_path / "tiktoken.model", RANKS)
     assert read_ranks(tmp_path / "tiktoken.model") == RANKS
+
+
+@pytest.mark.parametrize("vocab_size", [512, 513, 5000, 163840])
+def test_a_synthetic_tokenizer_gives_text_back(vocab_size):
+    tokenizer = Tokenizer.synthetic(vocab_size)
+    assert tokenizer.vocab_size == vocab_size and tokenizer.eos_id == vocab_size - 255
+    text = "".join(map(chr, range(0x250))) + " the evening 汉字 😀 <think> " + "\r\n\t 1234567"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and max(ids) < vocab_size - 256
+    assert tokenizer.encode("<think>", allow_special=True) == [tokenizer.think_begin_id]
+    assert all(tokenizer.encode(tokenizer.token_bytes(i).decode()) == [i] for i in range(256, vocab_size - 256, 997))
+    assert Tokenizer.synthetic(vocab_size).encode(text) == ids
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused():
+    with pytest.raises(ConfigError, match="512"):
+        Tokenizer.synthetic(511)

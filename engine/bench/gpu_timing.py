@@ -1,0 +1,132 @@
+"""Times calls on a device: CUDA-graph replay on a GPU, the clock on a CPU; and the rates that results are held against.
+
+Figures of a graph include their share of the gaps between kernels and exclude the launch of the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+WARM_UP = 3
+READ_BYTES = {"cuda": 4 * 10**9, "cpu": 64 * 10**6}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call over the replays; `mode` is graph, eager or cpu."""
+
+    median: float
+    p10: float
+    p90: float
+    mode: str
+
+    @property
+    def spread(self) -> float:
+        return (self.p90 - self.p10) / self.median
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, replays: int = 30, use_graph: bool = True) -> Timing:
+    """Runs all `calls` one after another, `replays` times after a warm-up; they must keep their inputs alive.
+
+    Different inputs in every call keep caches from helping. With `use_graph` a GPU replays them from one CUDA graph, in
+    which a call may not wait for the device.
+    """
+    if device.type != "cuda":
+        return _summary([_clocked(calls) for _ in range(WARM_UP + replays)][WARM_UP:], len(calls), "cpu")
+    if not use_graph:
+        return _summary(_replayed(lambda: _all(calls), replays), len(calls), "eager")
+    graph = capture(calls)
+    return _summary(_replayed(graph.replay, replays), len(calls), "graph")
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """One graph of all calls, each of which has run before outside it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _all(calls)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _all(calls)
+    return graph
+
+
+def time_host(call: Call, device: torch.device, replays: int = 30) -> Timing:
+    """Times a call that the host takes part in, until the device has finished it."""
+    samples = []
+    for _ in range(WARM_UP + replays):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return _summary(samples[WARM_UP:], 1, "host")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_bandwidth(device: torch.device, rounds: int = 5) -> float:
+    """Bytes per second of the best one-pass read of a buffer far larger than any cache."""
+    num_bytes = READ_BYTES[device.type]
+    if device.type != "cuda":
+        x = torch.ones(num_bytes // 4)
+        return x.nbytes / min(_clocked([x.sum]) for _ in range(rounds))
+    from engine.kernels.gpu.stream_read import BLOCK, LOADS, NUM_PROGRAMS, stream_read
+
+    round_size = NUM_PROGRAMS * LOADS * BLOCK
+    x = torch.ones(-(-num_bytes // 4 // round_size) * round_size, device=device)
+    return x.nbytes / min(_replayed(lambda: stream_read(x), rounds))
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
+    """FLOP per second of the best large square product of random numbers."""
+    size = MATMUL_SIZE[device.type]
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = (
+        _replayed(lambda: a @ b, rounds)
+        if device.type == "cuda"
+        else [_clocked([lambda: a @ b]) for _ in range(rounds)]
+    )
+    return 2 * size**3 / min(seconds)
+
+
+def _all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _clocked(calls: Sequence[Call]) -> float:
+    start = time.perf_counter()
+    _all(calls)
+    return time.perf_counter() - start
+
+
+def _replayed(run: Call, replays: int) -> list[float]:
+    """Seconds of each run on the device, after a warm-up."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    for _ in range(WARM_UP):
+        run()
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(marks)]
+
+
+def _summary(samples: list[float], num_calls: int, mode: str) -> Timing:
+    each = sorted(sample / num_calls for sample in samples)
+    return Timing(statistics.median(each), each[len(each) // 10], each[len(each) * 9 // 10], mode)

@@ -1,0 +1,134 @@
+"""`python -m engine.bench mla`: attention over the paged latent cache, one layer of one rank (goal G3).
+
+Decode steps of requests whose context lies random in randomly scattered blocks. Every call reads other blocks or
+another layer's, so that a cache keeps nothing; inside a graph, on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.bench import share
+from engine.bench.gpu_timing import read_bandwidth, time_calls
+from engine.bench.report import Report, model_name
+from engine.model_runner import BLOCK_SIZE, ModelRunner
+
+LAYERS = 4
+ROTATED_BYTES = 256 * 10**6  # several times the last-level cache
+MAX_CALLS = 48
+# (batch, context, query tokens) -> microseconds, or fraction of the streaming rate; 8 heads
+G3_US = {(1, 4096, 1): 8.0}
+G3_FRACTION = {(1, 32768, 1): 0.50, (8, 32768, 1): 0.88}
+G3_RATIO = {4: 1.06}  # query tokens -> time over that of one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    share.add_arguments(parser)
+    parser.add_argument("--points", default="1@4096,8@4096,64@4096,1@32768,8@32768", help="batch@context")
+    parser.add_argument("--queries", default="1,4", help="query tokens of each request (default 1,4)")
+
+
+def attention_call(
+    runner: ModelRunner, layer: int, point: tuple[int, int, int], blocks: list[int], seed: int
+) -> Callable[[], torch.Tensor]:
+    """One call of attention: (batch, context, query tokens) over `blocks` of one layer's cache."""
+    batch, context, queries = point
+    attention, device = runner.model.layers[layer].self_attn, runner.parallel.device
+    step = share.contexts_step(runner.model_config.vocab_size, batch, context, queries, blocks)
+    inputs = runner.input_batch.build(step, runner.dispatcher)
+    shape = (batch * queries, attention.num_heads, runner.model.cache_width)
+    q_THX = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+    q_THX, cache, backend = q_THX.to(runner.model.dtype), runner.caches[layer], runner.model.backend
+    return lambda: backend.attend(q_THX, cache, inputs, attention.scale, attention.kv_lora_rank)
+
+
+def num_calls(num_bytes: int) -> int:
+    """Calls that read `num_bytes` each, so many that together they outgrow the caches."""
+    return min(max(-(-ROTATED_BYTES // num_bytes), LAYERS), MAX_CALLS)
+
+
+def calls_of(runner: ModelRunner, point: tuple[int, int, int], num_bytes: int, seed: int) -> list[Callable]:
+    """Calls over disjoint blocks as long as there are any, one layer after the other."""
+    batch, context, _ = point
+    used = batch * share.blocks_of(context)
+    order = share.shuffled_blocks(runner.num_blocks - 1, seed)
+    turns = max(len(order) // used, 1)
+    calls = []
+    for index in range(num_calls(num_bytes)):
+        first = index // LAYERS % turns * used
+        calls.append(attention_call(runner, index % LAYERS, point, order[first : first + used], seed + index))
+    return calls
+
+
+@torch.inference_mode()
+def measure(
+    runner: ModelRunner, point: tuple[int, int, int], args: argparse.Namespace, bandwidth: float
+) -> dict[str, Any]:
+    """One row: microseconds of a call, bytes of the cache it reads, fraction of the streaming rate."""
+    batch, context, queries = point
+    num_bytes = batch * context * share.sizes(runner).token_bytes
+    calls = calls_of(runner, point, num_bytes, args.seed)
+    for call in calls:
+        if not call().isfinite().all():
+            raise RuntimeError(f"attention gave values that are not finite ({batch} @ {context}, {queries} queries).")
+    timing = time_calls(calls, runner.parallel.device, args.replays, not args.eager)
+    return {
+        "requests": batch,
+        "context": context,
+        "queries": queries,
+        "KV MB": num_bytes / 1e6,
+        "us": timing.median * 1e6,
+        "spread": timing.spread,
+        "GB/s": num_bytes / timing.median / 1e9,
+        "fraction": num_bytes / timing.median / bandwidth,
+        "goal us": G3_US.get(point),
+        "goal fraction": G3_FRACTION.get(point),
+        "over 1 query": None,
+        "goal over 1": G3_RATIO.get(queries),
+        "timed": timing.mode,
+    }
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Raises ConfigError for a setting that cannot be measured."""
+    points = share.parse_points(args.points, "--points")
+    queries = share.parse_counts(args.queries, "--queries")
+    runner = _runner(args, points, max(queries))
+    bandwidth = read_bandwidth(runner.parallel.device)
+    rows = [measure(runner, (*point, number), args, bandwidth) for point in points for number in queries]
+    single = {(row["requests"], row["context"]): row["us"] for row in rows if row["queries"] == 1}
+    for row in rows:
+        if row["queries"] > 1 and (row["requests"], row["context"]) in single:
+            row["over 1 query"] = row["us"] / single[row["requests"], row["context"]]
+    heads = runner.model.layers[0].self_attn.num_heads
+    notes = [
+        f"Streaming read {bandwidth / 1e9:.0f} GB/s in this process. spread: (p90 - p10) / median.",
+        f"Backend {runner.model.backend.name}, blocks of {BLOCK_SIZE} tokens in random order.",
+    ]
+    data = {
+        "goals": "G3",
+        "model": model_name(args.model),
+        "heads": heads,
+        "backend": runner.model.backend.name,
+        "read_bytes_per_second": bandwidth,
+        "settings": vars(args),
+    }
+    return Report(f"Attention of a layer, {heads} heads: {model_name(args.model)}", rows, notes, data)
+
+
+def _runner(args: argparse.Namespace, points: list[tuple[int, int]], queries: int) -> ModelRunner:
+    overrides = {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
+    most = max(batch for batch, _ in points)
+    config = share.share_config(args, 1, hf_overrides=overrides, max_num_batched_tokens=most * queries)
+    longest = max(context for _, context in points)
+    return share.build_runner(config, max(_blocks(args, *point) for point in points), longest, most)
+
+
+def _blocks(args: argparse.Namespace, batch: int, context: int) -> int:
+    """Enough that calls on the same layer read different blocks where one call alone fits a cache."""
+    bytes_a_layer = batch * context * 1152
+    return batch * share.blocks_of(context) * -(-num_calls(bytes_a_layer) // LAYERS)

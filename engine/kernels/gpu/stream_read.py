@@ -1,0 +1,37 @@
+"""A one-pass read of a large buffer: the bandwidth that every memory-bound kernel is measured against."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+NUM_PROGRAMS = 4224
+LOADS = 2
+
+
+@triton.jit
+def _stream_read(x, sums, NUM_STEPS: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
+    """Program p adds up the blocks p, p + P, p + 2P, ...; LOADS of them are on their way at a time."""
+    program = tl.program_id(0)
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(NUM_STEPS):
+        for load in tl.static_range(LOADS):
+            total += tl.load(x + offsets + load * stride)
+        offsets += LOADS * stride
+    tl.store(sums + program, tl.sum(total))
+
+
+def stream_read(x: torch.Tensor, num_programs: int = NUM_PROGRAMS) -> torch.Tensor:
+    """Float32 [num_programs], program p's share of the sum of contiguous float32 `x`.
+
+    Raises ValueError unless x divides into whole rounds of num_programs * LOADS * BLOCK numbers."""
+    num_steps, left = divmod(x.numel(), num_programs * LOADS * BLOCK)
+    if left:
+        raise ValueError(f"{x.numel()} numbers are not whole rounds of {num_programs} x {LOADS} x {BLOCK}.")
+    sums = torch.empty(num_programs, dtype=torch.float32, device=x.device)
+    _stream_read[(num_programs,)](x, sums, NUM_STEPS=num_steps, BLOCK=BLOCK, LOADS=LOADS, num_warps=4)
+    return sums
