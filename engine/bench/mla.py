@@ -43,7 +43,8 @@ def attention_call(
     shape = (batch * queries, attention.num_heads, runner.model.cache_width)
     q_THX = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
     q_THX, cache, backend = q_THX.to(runner.model.dtype), runner.caches[layer], runner.model.backend
-    return lambda: backend.attend(q_THX, cache, inputs, attention.scale, attention.kv_lora_rank)
+    _, w_v_HVC = attention.absorbed_weights()
+    return lambda: backend.attend(q_THX, cache, inputs, attention.scale, w_v_HVC)
 
 
 def num_calls(num_bytes: int) -> int:

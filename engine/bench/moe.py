@@ -17,6 +17,7 @@ from engine.bench.gpu_timing import read_bandwidth, time_calls
 from engine.bench.report import Report, model_name
 from engine.bench.routing import mixing_weights, moe_layers, routings
 from engine.config import ConfigError
+from engine.kernels.reference import local_ids
 from engine.model_runner import ModelRunner
 
 LAYERS = 4
@@ -37,6 +38,7 @@ def experts_call(runner: ModelRunner, index: int, ids_TK: torch.Tensor, seed: in
     generator = torch.Generator(device).manual_seed(seed + index)
     x_TD = torch.randn(ids_TK.shape[0], config.hidden_size, generator=generator, device=device)
     weights_TK = mixing_weights(*ids_TK.shape, config.routed_scaling_factor, seed + index).to(device)
+    ids_TK = local_ids(ids_TK, runner.dispatcher.local_experts, torch.tensor(ids_TK.shape[0])).int()
     sent = runner.dispatcher.dispatch(x_TD.to(runner.model.dtype), ids_TK.to(device), weights_TK)
     return lambda: experts(sent.x_RD, sent.expert_ids_RK, sent.weights_RK)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from engine.kernels.reference import local_ids
+
 KINDS = ("mean", "slowest")
 _POOL_ROWS = 32768
 
@@ -63,26 +65,29 @@ def mixing_weights(num_tokens: int, top_k: int, scale: float, seed: int) -> torc
 
 
 class FixedRouting(nn.Module):
-    """Stands in for a router: computes what it computes, then answers with given ids and weights for those T rows."""
+    """Stands in for a router: computes what it computes, then answers with given local ids and weights for T rows."""
 
     def __init__(self, router: nn.Module, ids_TK: torch.Tensor, weights_TK: torch.Tensor):
         super().__init__()
         self.router = router
         self.ids_TK, self.weights_TK = ids_TK, weights_TK
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.router(x_TD)
-        return self.ids_TK, self.weights_TK
+    def forward(
+        self, x_TD: torch.Tensor, num_tokens_1: torch.Tensor, local_experts: range
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _, _, shared_TS = self.router(x_TD, num_tokens_1, local_experts)
+        return self.ids_TK, self.weights_TK, shared_TS
 
 
 @contextmanager
 def fixed_routing(model: nn.Module, kind: str, num_tokens: int, ep: int, seed: int) -> Iterator[None]:
     """Within it every MoE layer of `model` routes steps of `num_tokens` rows as `routings` says, each its own way."""
     config, device = model.config, model.parallel.device
-    layers = moe_layers(model)
+    layers, local = moe_layers(model), model.parallel.expert_range(config.n_routed_experts)
     drawn = routings(kind, len(layers), num_tokens, config.n_routed_experts, config.num_experts_per_tok, ep, seed)
     for index, (layer, ids_TK) in enumerate(zip(layers, drawn, strict=True)):
         weights_TK = mixing_weights(*ids_TK.shape, config.routed_scaling_factor, seed + index)
+        ids_TK = local_ids(ids_TK, local, torch.tensor(num_tokens)).int()
         layer.router = FixedRouting(layer.router, ids_TK.to(device), weights_TK.to(device))
     try:
         yield

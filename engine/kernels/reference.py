@@ -94,7 +94,7 @@ def experts(
     gate_up_EID: [E, 2I, D], gate rows first; down_EDI: [E, D, I]. Each expert's output is weighted and summed in
     float32 in order of expert id, the same on every device and in every run. Returns float32 [T, D].
     """
-    ids_TK, slots_TK = ids_TK.sort(dim=-1)
+    ids_TK, slots_TK = ids_TK.long().sort(dim=-1)
     weights_TK = weights_TK.gather(1, slots_TK)
     num_tokens, top_k = ids_TK.shape
     num_experts = gate_up_EID.shape[0]
