@@ -52,10 +52,10 @@ class InputBatch:
         positions = [np.arange(item.start, item.stop) for item in items]
         slots = [self._slots(item, p) for item, p in zip(items, positions, strict=True)]
         starts = np.cumsum([0, *query_lens])
-        token_ids_T, positions_T, slots_T = self._send(
+        token_ids_T, positions_T, slots_T = self.send(
             np.stack([self._token_ids(items), np.concatenate(positions), np.concatenate(slots)])
         ).unbind()
-        lengths = self._send(np.concatenate([starts, seq_lens, starts[-1:]]).astype(np.int32))
+        lengths = self.send(np.concatenate([starts, seq_lens, starts[-1:]]).astype(np.int32))
         query_starts_N1, seq_lens_N, num_tokens_1 = lengths.split([len(items) + 1, len(items), 1])
         return ForwardBatch(
             token_ids_T=self._take_pending(token_ids_T, items, starts),
@@ -83,7 +83,7 @@ class InputBatch:
         pending = [n for n, item in enumerate(items) if item.request.num_pending and item.samples]
         if pending:
             sources = self.sampled.sources(items[n].request for n in pending)
-            rows, sources = self._send(np.stack([starts[1:][pending] - 1, np.array(sources)])).unbind()
+            rows, sources = self.send(np.stack([starts[1:][pending] - 1, np.array(sources)])).unbind()
             token_ids_T[rows] = self.sampled.tokens_S[sources]
         return token_ids_T
 
@@ -97,9 +97,9 @@ class InputBatch:
         table = np.zeros((len(used), max(map(len, used))), dtype=np.int64)
         for row, blocks in zip(table, used, strict=True):
             row[: len(blocks)] = blocks
-        return self._send(table)
+        return self.send(table)
 
-    def _send(self, values: np.ndarray) -> torch.Tensor:
+    def send(self, values: np.ndarray) -> torch.Tensor:
         """From pinned memory, so that the host does not wait; PyTorch keeps it until the copy is done."""
         tensor = torch.from_numpy(values)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

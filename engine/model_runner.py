@@ -144,14 +144,14 @@ class ModelRunner:
         sampling = [(end - 1, item.request) for end, item in zip(ends, output.scheduled, strict=True) if item.samples]
         if sampling:
             rows, requests = zip(*sampling, strict=True)
-            logits_SV = self.model.logits(hidden_TD[list(rows)])
+            logits_SV = self.model.logits(hidden_TD[self.input_batch.send(np.array(rows))])
             self._sample(logits_SV, list(requests))
             self._finish(logits_SV, list(requests), result)
         return result
 
     def _graph_for(self, items: list[ScheduledRequest]) -> DecodeGraph | None:
         """A step of one last token of each request has one; no prompt token before it is scored there."""
-        if self.graphs is None or any(item.num_tokens > 1 or not item.samples for item in items):
+        if self.graphs is None or not all(item.samples and item.num_tokens == 1 for item in items):
             return None
         return self.graphs.choose(len(items))
 

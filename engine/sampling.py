@@ -121,7 +121,8 @@ class Sampler:
 def shapes_logits(request: Request) -> bool:
     """Penalties, bias or a forbidden end change the logits before they are drawn from."""
     params = request.params
-    return bool(params.has_penalties or params.logit_bias or request.num_output_tokens < params.min_tokens)
+    early = params.min_tokens and request.num_output_tokens < params.min_tokens
+    return bool(early or params.logit_bias or params.has_penalties)
 
 
 def greedy(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:

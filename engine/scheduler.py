@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.kv_cache import KVCacheManager
 from engine.request import Request
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token at that time."""
 
     request: Request
@@ -113,10 +113,15 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Decodes before prefills. Only decodes can need blocks: a prompt got all of its own when it was admitted."""
-        decoding = [r for r in self.running if r.num_tokens - r.num_computed_tokens == 1 and not r.ends_in_flight]
-        prefilling = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
-        for request in decoding + prefilling:
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        decoding, prefilling = [], []
+        for request in self.running:
+            left = request.num_tokens - request.num_computed_tokens
+            if left > 1:
+                prefilling.append((request, left))
+            elif left == 1 and not request.ends_in_flight:
+                decoding.append((request, left))
+        for request, left in decoding + prefilling:
+            num_tokens = min(left, budget)
             if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, output):
                 output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
                 budget -= num_tokens
@@ -124,7 +129,7 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
         """Grows the request, preempting from the back; False if it has given way itself."""
-        if request not in self.running:
+        if output.num_preempted and request not in self.running:
             return False
         while not self.kv_cache.grow(request, num_tokens):
             victim = self.running[-1]
