@@ -26,7 +26,8 @@ class EngineConfig:
 
     tp is the number of ranks; attention is split over all of them. ep divides tp: ep = tp places whole experts,
     ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
-    max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it.
+    max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is what CUDA
+    graphs may take of a GPU, in GiB; the KV cache leaves that much free unless its own size is given.
     load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make
     this one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a
     step are those of a real rank, the answer means nothing.
@@ -45,6 +46,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     kv_cache_memory_gb: float | None = None
+    graph_memory_gb: float = 1.0
     moe_comm: str = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
@@ -70,6 +72,9 @@ class EngineConfig:
         memory = self.kv_cache_memory_gb
         if memory is not None and not (_is_number(memory) and 0 < memory <= MAX_COUNT):
             raise ConfigError(f"kv_cache_memory_gb must be a number above 0 and at most {MAX_COUNT}, not {memory!r}.")
+        graphs = self.graph_memory_gb
+        if not (_is_number(graphs) and 0 <= graphs <= MAX_COUNT):
+            raise ConfigError(f"graph_memory_gb must be a number from 0 to {MAX_COUNT}, not {graphs!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
         self._check_share()

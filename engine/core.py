@@ -1,6 +1,7 @@
 """The engine of one process: the same scheduler and runner on every rank, and rank 0's side of it.
 
-A step is: tell the other ranks what changed, schedule, execute, take the tokens, show them.
+A step is: tell the other ranks what changed, schedule, execute, take the tokens, show them. Where steps overlap, the
+tokens taken are those of the step before, so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import operator
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,10 +38,15 @@ class EngineStats:
 
 
 class Replica:
-    """What every rank holds: given the same messages in the same order, all ranks compute the same."""
+    """What every rank holds: given the same messages in the same order, all ranks compute the same.
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner):
-        self.runner = runner
+    With `overlap` a step is planned and launched before the tokens of the one before are read: a request that turns
+    out to have ended has then computed one token too many, which is dropped. Answers are the same either way.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, overlap: bool = False):
+        self.runner, self.overlap = runner, overlap
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
 
@@ -55,13 +62,47 @@ class Replica:
         self.apply([Request.from_dict(r) for r in message["new"]], message["finish"])
         self.step()
 
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
     def step(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Launches what can be launched; returns the oldest step in flight with its tokens, or an empty one."""
+        ahead = 1 if self.overlap and not self.scheduler.needs_known_tokens else 0
+        if len(self._in_flight) > ahead:
+            return self._read()
         output = self.scheduler.schedule()
-        if not output.scheduled:
-            return output, ModelRunnerOutput()
-        result = self.runner.execute(output)
+        if output.scheduled:
+            result = self.runner.execute(output)
+            self.scheduler.launch(output)
+            self._in_flight.append((output, result))
+        if len(self._in_flight) > (ahead if output.scheduled else 0):
+            return self._read()
+        return SchedulerOutput(), ModelRunnerOutput()
+
+    def _read(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Waits for a step's tokens. Leaves out requests that ended while it ran: their ids may be in use again."""
+        output, result = self._in_flight[0]
+        result.read()
+        self._in_flight.popleft()
+        live = [not item.request.finished for item in output.scheduled]
         self.scheduler.update(output, result.token_ids)
-        return output, result
+        return (output, result) if all(live) else _only(live, output, result)
+
+
+def _only(
+    live: list[bool], output: SchedulerOutput, result: ModelRunnerOutput
+) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+    """The part of a step that concerns the live of its requests."""
+    tokens = iter(result.token_ids)
+    token_ids = [(next(tokens), alive) for item, alive in zip(output.scheduled, live, strict=True) if item.samples]
+    items = [item for item, alive in zip(output.scheduled, live, strict=True) if alive]
+    ids = {item.request.request_id for item in items}
+    return SchedulerOutput(items, output.num_preempted, launched=True), ModelRunnerOutput(
+        [token for token, alive in token_ids if alive],
+        {key: value for key, value in result.logprobs.items() if key in ids},
+        {key: value for key, value in result.prompt_logprobs.items() if key in ids},
+    )
 
 
 class EngineCore:
@@ -81,7 +122,7 @@ class EngineCore:
         self.model_name = files.directory.name
         self.max_model_len = runner.max_model_len
         self.vocab_size = files.model_config.vocab_size
-        self.replica = Replica(config, runner)
+        self.replica = Replica(config, runner, runner.overlaps)
         self._eos_token_ids = files.eos_token_ids
         self._control = control
         self._on_shutdown = on_shutdown
@@ -147,7 +188,7 @@ class EngineCore:
         return self._outputs.request_ids()
 
     def has_unfinished(self) -> bool:
-        return bool(self._new or self._finish or self._aborted or self.replica.scheduler.has_unfinished)
+        return bool(self._new or self._finish or self._aborted or self.replica.has_unfinished)
 
     def step(self) -> list[CompletionDelta]:
         """Raises EngineDeadError once a rank has failed."""

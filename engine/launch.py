@@ -232,7 +232,7 @@ def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore 
         raise
     if ranks.rank == 0:
         return EngineCore(config, files, runner, ranks.control, ranks.close)
-    return Follower(files.tokenizer, Replica(config, runner), ranks.control)
+    return Follower(files.tokenizer, Replica(config, runner, runner.overlaps), ranks.control)
 
 
 def _blame(ranks: Ranks, error: Exception) -> None:

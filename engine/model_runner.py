@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from engine import sampling
 from engine.attention import backend as attention_backends
 from engine.comm import dispatcher as dispatchers
 from engine.comm.collectives import agree_on_minimum
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
+from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
+from engine.graph import CudaRecorder, DecodeGraph, GraphRunner, Recorder, capture_obstacle
 from engine.input_batch import InputBatch
 from engine.kernels import table as kernel_table
 from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.request import Request, SamplingParams
-from engine.sampling import SampledLogprobs, Sampler, gather_logprobs
+from engine.sampling import SampledLogprobs, Sampler, SamplingRows, gather_logprobs, shapes_logits
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.weights import CheckpointError
 
@@ -35,13 +40,31 @@ class PromptLogprobs:
     values: SampledLogprobs
 
 
+class UnreadTokens(NamedTuple):
+    """Host memory that holds a step's tokens once the event has happened; no event where they are there already."""
+
+    tokens_S: torch.Tensor
+    event: torch.cuda.Event | None
+
+
 @dataclass
 class ModelRunnerOutput:
-    """token_ids: one a request that sampled, in scheduled order. Logprobs are there where a request asked for them."""
+    """token_ids: one a request that sampled, in scheduled order. Logprobs are there where a request asked for them.
+
+    A step on a GPU returns before it is done: `read` waits for its tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, SampledLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    unread: UnreadTokens | None = None
+
+    def read(self) -> list[int]:
+        if self.unread is not None:
+            if self.unread.event is not None:
+                self.unread.event.synchronize()
+            self.token_ids, self.unread = self.unread.tokens_S.tolist(), None
+        return self.token_ids
 
 
 class ModelRunner:
@@ -49,8 +72,14 @@ class ModelRunner:
         self.config, self.parallel = config, parallel
         self.model_config = files.model_config
         self.dispatcher, self.model = _load(config, files, parallel)
-        self.input_batch = InputBatch(BLOCK_SIZE, parallel.device)
-        self.sampler = Sampler(self.model_config.vocab_size, parallel.device)
+        self.overlaps = parallel.device.type == "cuda"
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.input_batch = InputBatch(BLOCK_SIZE, parallel.device, self.max_num_seqs)
+        self.sampled = self.input_batch.sampled
+        self.sampler = Sampler(parallel.device)
+        self._ops = _sampling_operations(parallel.device)
+        self.graphs: GraphRunner | None = None
+        self._reads = _ReadBuffers(self.max_num_seqs) if self.overlaps else None
         block_bytes = _block_bytes(config, files, self.model)
         budget = self._cache_bytes()
         fitting = agree_on_minimum(budget // block_bytes, parallel)
@@ -65,22 +94,90 @@ class ModelRunner:
             BLOCK_SIZE,
             self.max_model_len,
         )
+        self._prepare_graphs()
+
+    def _prepare_graphs(self) -> None:
+        if self.config.enforce_eager or not self.overlaps:
+            return
+        obstacle = self.capture_obstacle()
+        if obstacle is None:
+            self.capture(CudaRecorder(self.parallel.device))
+        else:
+            logger.info("no CUDA graphs: the %s in use reads numbers on the host", obstacle)
+
+    def capture_obstacle(self) -> str | None:
+        return capture_obstacle({"dispatcher": self.dispatcher} | self.model.step_parts)
+
+    @torch.inference_mode()
+    def capture(self, recorder: Recorder) -> None:
+        """Records the decode steps of every number of rows that can occur."""
+        device = self.parallel.device
+        table = BlockTable(self.max_num_seqs, -(-self.max_model_len // BLOCK_SIZE), device)
+        sizes = bucket_sizes(self.max_num_seqs)
+        batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
+        graphs = GraphRunner(recorder, self._decode, self._draw, int(self.config.graph_memory_gb * 2**30))
+        graphs.capture_all(batches)
+        self.graphs = graphs
+
+    def _decode(self, inputs: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token of every row. Returns logits [N, V] and their maxima [N]; leaves the greedy tokens."""
+        token_ids_N = self._ops.take_tokens(inputs.token_ids_N, inputs.sources_N, self.sampled.tokens_S)
+        hidden_ND = self.model(inputs.forward_batch(token_ids_N, self.dispatcher), self.caches)
+        logits_NV = self.model.logits(hidden_ND)
+        return logits_NV, self._ops.greedy(logits_NV, self.sampled.tokens_S)
+
+    def _draw(self, inputs: DecodeBatch, logits_NV: torch.Tensor, maxima_N: torch.Tensor) -> None:
+        self._ops.draw(logits_NV, maxima_N, inputs.sampling, self.sampled.tokens_S)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Launches a step. Pending tokens of its requests are those of the step launched before."""
+        graph = self._graph_for(output.scheduled)
+        result = ModelRunnerOutput()
+        if graph is not None:
+            self._replay(graph, output.scheduled, result)
+            return result
         batch = self.input_batch.build(output, self.dispatcher)
         hidden_TD = self.model(batch, self.caches)
-        result = ModelRunnerOutput()
-        ends = torch.tensor(batch.query_lens).cumsum(0).tolist()
+        ends = np.cumsum(batch.query_lens).tolist()
         self._prompt_logprobs(hidden_TD, output.scheduled, ends, result)
         sampling = [(end - 1, item.request) for end, item in zip(ends, output.scheduled, strict=True) if item.samples]
         if sampling:
             rows, requests = zip(*sampling, strict=True)
-            logits_SV = self.model.logits(hidden_TD[list(rows)])
-            token_ids_S = self.sampler(logits_SV, list(requests))
-            result.token_ids = token_ids_S.tolist()
-            self._logprobs(logits_SV, token_ids_S, list(requests), result)
+            logits_SV = self.model.logits(hidden_TD[self.input_batch.send(np.array(rows))])
+            self._sample(logits_SV, list(requests))
+            self._finish(logits_SV, list(requests), result)
         return result
+
+    def _graph_for(self, items: list[ScheduledRequest]) -> DecodeGraph | None:
+        """A step of one last token of each request has one; no prompt token before it is scored there."""
+        if self.graphs is None or not all(item.samples and item.num_tokens == 1 for item in items):
+            return None
+        return self.graphs.choose(len(items))
+
+    def _replay(self, graph: DecodeGraph, items: list[ScheduledRequest], result: ModelRunnerOutput) -> None:
+        requests = [item.request for item in items]
+        graph.inputs.fill(items)
+        graph.step.replay()
+        if not all(request.params.greedy for request in requests):
+            graph.draw.replay()
+        self._finish(graph.logits_NV[: len(requests)], requests, result)
+
+    def _sample(self, logits_SV: torch.Tensor, requests: list[Request]) -> None:
+        """Each row's token as if nothing but temperature, filters and seed were asked for."""
+        maxima_S = self._ops.greedy(logits_SV, self.sampled.tokens_S)
+        if not all(request.params.greedy for request in requests):
+            self._ops.draw(logits_SV, maxima_S, SamplingRows.of(requests, self.parallel.device), self.sampled.tokens_S)
+
+    def _finish(self, logits_SV: torch.Tensor, requests: list[Request], result: ModelRunnerOutput) -> None:
+        """Samples again where a request asks for more than the kernels do; sends the tokens on their way."""
+        tokens_S = self.sampled.tokens_S[: len(requests)]
+        shaped = [row for row, request in enumerate(requests) if shapes_logits(request)]
+        if shaped:
+            tokens_S[shaped] = self.sampler(logits_SV[shaped], [requests[row] for row in shaped])
+        self._logprobs(logits_SV, tokens_S, requests, result)
+        self.sampled.belong_to(requests)
+        result.unread = self._reads.start(tokens_S) if self.overlaps else UnreadTokens(tokens_S.clone(), None)
 
     def _logprobs(
         self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, requests: list[Request], result: ModelRunnerOutput
@@ -123,7 +220,12 @@ class ModelRunner:
 
     def _cache_bytes(self) -> int:
         known = _known_cache_bytes(self.config)
-        return self._free_gpu_bytes() if known is None else known
+        return self._free_gpu_bytes() - self._graph_bytes() if known is None else known
+
+    def _graph_bytes(self) -> int:
+        """Left free for graphs, which are captured last, since they hold the cache's address: all they may take."""
+        without = self.config.enforce_eager or self.capture_obstacle() is not None
+        return 0 if without else int(self.config.graph_memory_gb * 2**30)
 
     def _free_gpu_bytes(self) -> int:
         """What weights and the largest step leave of this GPU's share, measured by running that step once."""
@@ -142,6 +244,34 @@ class ModelRunner:
         self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)]))
         del self.caches
         torch.cuda.empty_cache()
+
+
+class _ReadBuffers:
+    """Pinned memory for the tokens of two steps in turn: one being read, one in flight."""
+
+    def __init__(self, max_num_seqs: int):
+        self._slots = [
+            UnreadTokens(torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+            for _ in range(2)
+        ]
+        self._turn = 0
+
+    def start(self, tokens_S: torch.Tensor) -> UnreadTokens:
+        self._turn ^= 1
+        whole, event = self._slots[self._turn]
+        target = whole[: tokens_S.shape[0]]
+        target.copy_(tokens_S, non_blocking=True)
+        event.record()
+        return UnreadTokens(target, event)
+
+
+def _sampling_operations(device: torch.device) -> ModuleType:
+    """The module with `greedy`, `draw` and `take_tokens`: kernels, or their plain twins."""
+    if device.type == "cpu":
+        return sampling
+    from engine.kernels.gpu import sample
+
+    return sample
 
 
 def check_model(config: EngineConfig, files: ModelFiles) -> None:

@@ -149,6 +149,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Logits depend on the tokens before, so the host must have read them."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a token id lies outside the vocabulary."""
         for name in ("logit_bias", "stop_token_ids"):
@@ -230,7 +235,8 @@ class CompletionDelta:
 class Request:
     """One sequence in the engine: what n=1 asks for. Identical on all ranks at every step.
 
-    `seed` is set even where the caller gave none, so that every rank draws the same tokens.
+    `seed` is set even where the caller gave none, so that every rank draws the same tokens. `num_pending` counts
+    sampled tokens that the device has and the host has not read yet.
     """
 
     request_id: str
@@ -244,10 +250,26 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_pending: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Those the host knows and those that a step in flight samples."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids) + self.num_pending
+
+    @property
+    def last_token_id(self) -> int:
+        """The last one the host knows."""
+        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """A token not read yet is the last one by count, whatever it is."""
+        return self.num_pending > 0 and self.num_output_tokens >= self.max_tokens
 
     @property
     def finished(self) -> bool:
@@ -262,6 +284,7 @@ class Request:
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token and finishes the request where it ends: stop ids, then length."""
+        self.num_pending = max(self.num_pending - 1, 0)
         self.output_token_ids.append(token_id)
         num_output = len(self.output_token_ids)
         if token_id in self.stop_token_ids and num_output >= self.params.min_tokens:

@@ -7,7 +7,9 @@ alone, in any batch, on any rank. Shape letters: S sampled rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import torch
 
 from engine.kernels.random import gumbel
@@ -33,23 +35,61 @@ class SampledLogprobs:
         self.top_logprobs += more.top_logprobs
 
 
+@dataclass
+class SamplingRows:
+    """The parameters of requests whose logits are drawn from as they are: one tensor [S] each, on the device.
+
+    temperature float32, 0 = greedy; top_k int32, 0 = all; top_p float32; log_min_p float32, -inf = none; seeds and
+    places int64: the seed and the position of the token to be sampled, which key the noise.
+    """
+
+    NAMES: ClassVar = ("temperature", "top_k", "top_p", "log_min_p", "seeds", "places")
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
+    seeds: torch.Tensor
+    places: torch.Tensor
+
+    @staticmethod
+    def fill(arrays: dict[str, np.ndarray], requests: list[Request]) -> None:
+        """Writes all but `places` into the first rows of arrays of these names."""
+        count, params = len(requests), [r.params for r in requests]
+        arrays["temperature"][:count] = [0.0 if p.greedy else max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        arrays["top_k"][:count] = [min(p.top_k, 2**31 - 1) for p in params]
+        arrays["top_p"][:count] = [p.top_p for p in params]
+        with np.errstate(divide="ignore"):
+            arrays["log_min_p"][:count] = np.log(np.array([p.min_p for p in params], dtype=np.float32))
+        arrays["seeds"][:count] = [r.seed for r in requests]
+
+    @classmethod
+    def of(cls, requests: list[Request], device: torch.device) -> SamplingRows:
+        types = (np.float32, np.int32, np.float32, np.float32, np.int64, np.int64)
+        arrays = {n: np.empty(len(requests), dtype=t) for n, t in zip(cls.NAMES, types, strict=True)}
+        cls.fill(arrays, requests)
+        arrays["places"][:] = [r.num_tokens for r in requests]
+        tensors = (torch.from_numpy(arrays[name]) for name in cls.NAMES)
+        return cls(*(t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True) for t in tensors))
+
+
 class Sampler:
     """Samples the next token of each request; holds no state between steps."""
 
-    def __init__(self, vocab_size: int, device: torch.device):
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, device: torch.device):
+        self.device = device
 
     def __call__(self, logits_SV: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         """logits float32 [S, V], one row a request, at that request's last token. Returns int64 [S]."""
-        if any(_shapes_logits(r) for r in requests):
+        if any(shapes_logits(r) for r in requests):
             logits_SV = logits_SV.clone()
             for row_V, request in zip(logits_SV, requests, strict=True):
                 self._apply_request(row_V, request)
-        if all(r.params.greedy for r in requests):
-            return logits_SV.argmax(-1)
-        sampled_S = self._sample(logits_SV, requests)
-        greedy_S = torch.tensor([r.params.greedy for r in requests], device=self.device)
-        return torch.where(greedy_S, logits_SV.argmax(-1), sampled_S)
+        tokens_S = torch.empty(len(requests), dtype=torch.int64, device=self.device)
+        maxima_S = greedy(logits_SV, tokens_S)
+        if not all(r.params.greedy for r in requests):
+            draw(logits_SV, maxima_S, SamplingRows.of(requests, self.device), tokens_S)
+        return tokens_S
 
     def _apply_request(self, row_V: torch.Tensor, request: Request) -> None:
         """Bias, forbidden ends, then penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API).
@@ -58,7 +98,7 @@ class Sampler:
         """
         params = request.params
         output = self._ids(request.output_token_ids)
-        if len(request.output_token_ids) < params.min_tokens and request.stop_token_ids:
+        if request.num_output_tokens < params.min_tokens and request.stop_token_ids:
             row_V[self._ids(sorted(request.stop_token_ids))] = _NEVER
         if params.logit_bias:
             row_V[self._ids(list(params.logit_bias))] += torch.tensor(
@@ -77,37 +117,38 @@ class Sampler:
     def _ids(self, token_ids: list[int]) -> torch.Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self.device)
 
-    def _sample(self, logits_SV: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-        """Temperature, min_p, top_k, top_p, in vLLM's order, then one draw. The largest logit becomes 0 first, so that
-        no temperature makes it overflow."""
 
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=self.device).unsqueeze(1)
-
-        params = [r.params for r in requests]
-        logits_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
-        logits_SV = logits_SV / column([max(p.temperature or 1.0, _MIN_TEMPERATURE) for p in params])
-        if any(p.min_p for p in params):
-            floor_S1 = column([p.min_p for p in params]).log()
-            logits_SV = logits_SV.masked_fill(logits_SV < floor_S1, _NEVER)
-        if any(p.top_k or p.top_p < 1.0 for p in params):
-            top_k_S = self._ids([min(p.top_k or self.vocab_size, self.vocab_size) for p in params])
-            logits_SV = _filter_top(logits_SV, top_k_S, column([p.top_p for p in params]))
-        noise_SV = gumbel(
-            self._ids([r.seed for r in requests]), self._ids([r.num_tokens for r in requests]), self.vocab_size
-        )
-        return (logits_SV + noise_SV).argmax(-1)
-
-
-def _shapes_logits(request: Request) -> bool:
+def shapes_logits(request: Request) -> bool:
+    """Penalties, bias or a forbidden end change the logits before they are drawn from."""
     params = request.params
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or len(request.output_token_ids) < params.min_tokens
-    )
+    early = params.min_tokens and request.num_output_tokens < params.min_tokens
+    return bool(early or params.logit_bias or params.has_penalties)
+
+
+def greedy(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+    """Writes each row's most likely token, the lowest id of equals, into the first rows of tokens_S. Returns the rows'
+    maxima, float32 [S]."""
+    tokens_S[: logits_SV.shape[0]] = logits_SV.argmax(-1)
+    return logits_SV.amax(-1)
+
+
+def draw(logits_SV: torch.Tensor, maxima_S: torch.Tensor, rows: SamplingRows, tokens_S: torch.Tensor) -> None:
+    """Draws the token of every row of temperature above 0 into tokens_S: min_p, top_k, top_p, in vLLM's order, then
+    one draw. The largest logit becomes 0 first, so that no temperature makes it overflow."""
+    count, vocab_size = logits_SV.shape
+    drawn_S = rows.temperature > 0
+    scaled_SV = (logits_SV - maxima_S.unsqueeze(1)) / rows.temperature.masked_fill(~drawn_S, 1.0).unsqueeze(1)
+    scaled_SV = scaled_SV.masked_fill(scaled_SV < rows.log_min_p.unsqueeze(1), _NEVER)
+    if bool(((rows.top_k > 0) | (rows.top_p < 1.0)).any()):
+        top_k_S = rows.top_k.masked_fill(rows.top_k == 0, vocab_size)
+        scaled_SV = _filter_top(scaled_SV, top_k_S, rows.top_p.unsqueeze(1))
+    chosen_S = (scaled_SV + gumbel(rows.seeds, rows.places, vocab_size)).argmax(-1)
+    tokens_S[:count] = torch.where(drawn_S, chosen_S, tokens_S[:count])
+
+
+def take_tokens(token_ids_N: torch.Tensor, sources_N: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: sampled_S[sources_N] where the source is not -1, else token_ids_N."""
+    return torch.where(sources_N >= 0, sampled_S[sources_N.clamp(min=0)], token_ids_N)
 
 
 def _filter_top(logits_SV: torch.Tensor, top_k_S: torch.Tensor, top_p_S1: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.kv_cache import KVCacheManager
 from engine.request import Request
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token at that time."""
 
     request: Request
@@ -30,8 +30,11 @@ class ScheduledRequest:
 
 @dataclass
 class SchedulerOutput:
+    """`launched` once the scheduler plans as if the step had been computed."""
+
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     num_preempted: int = 0
+    launched: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +57,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}
+        self._num_penalized = 0
 
     def add(self, request: Request) -> None:
         """Raises ValueError for an id in use, or for a request that the whole cache could not hold to its end: it would
@@ -67,6 +71,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is already here.")
         self._requests[request.request_id] = request
+        self._num_penalized += request.params.has_penalties
         self.waiting.append(request)
 
     def get(self, request_id: str) -> Request | None:
@@ -75,6 +80,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """A request's penalties need all tokens before the next step's logits, so no step may run ahead."""
+        return self._num_penalized > 0
 
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> Request | None:
         """Ends a request from outside: a stop string, an abort. Unknown or finished ids are ignored."""
@@ -87,6 +97,7 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self._num_penalized -= request.params.has_penalties
         self.kv_cache.free(request)
         if request in self.running:
             self.running.remove(request)
@@ -102,10 +113,15 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Decodes before prefills. Only decodes can need blocks: a prompt got all of its own when it was admitted."""
-        decoding = [r for r in self.running if r.num_tokens - r.num_computed_tokens == 1]
-        prefilling = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
-        for request in decoding + prefilling:
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        decoding, prefilling = [], []
+        for request in self.running:
+            left = request.num_tokens - request.num_computed_tokens
+            if left > 1:
+                prefilling.append((request, left))
+            elif left == 1 and not request.ends_in_flight:
+                decoding.append((request, left))
+        for request, left in decoding + prefilling:
+            num_tokens = min(left, budget)
             if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, output):
                 output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
                 budget -= num_tokens
@@ -113,7 +129,7 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
         """Grows the request, preempting from the back; False if it has given way itself."""
-        if request not in self.running:
+        if output.num_preempted and request not in self.running:
             return False
         while not self.kv_cache.grow(request, num_tokens):
             victim = self.running[-1]
@@ -141,15 +157,29 @@ class Scheduler:
             output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
             budget -= num_tokens
 
+    def launch(self, output: SchedulerOutput) -> None:
+        """From now on plans as if the step were done; the tokens that it samples are pending until `update`."""
+        output.launched = True
+        for item in output.scheduled:
+            item.request.num_computed_tokens = item.stop
+            item.request.num_pending += item.samples
+
     def update(self, output: SchedulerOutput, sampled: list[int]) -> list[Request]:
-        """Takes one sampled token for each scheduled request that `samples`, in order. Returns those that finished."""
+        """Takes one sampled token for each scheduled request that `samples`, in order. Returns those that finished.
+
+        Steps are updated in the order in which they were launched. A request that ended meanwhile drops its token.
+        """
+        if not output.launched:
+            self.launch(output)
         tokens = iter(sampled)
         finished = []
         for item in output.scheduled:
             request = item.request
-            request.num_computed_tokens = item.stop
             if item.samples:
-                request.append(next(tokens))
+                token_id = next(tokens)
+                if request.finished:
+                    continue
+                request.append(token_id)
                 if request.finished:
                     finished.append(request)
         for request in finished:

@@ -22,6 +22,7 @@ class ReferenceDispatcher:
 
     name = "reference"
     shards_tokens = False
+    is_capturable = True
 
     def __init__(self, parallel: ParallelState, num_experts: int):
         self.parallel = parallel

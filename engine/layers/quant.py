@@ -23,6 +23,7 @@ class FloatExperts(nn.Module):
     """Experts as dense matrices of the engine's dtype: gate_up [E, 2I, D] with gate rows first, down [E, D, I]."""
 
     group_size = 1
+    is_capturable = False
 
     def __init__(self, num_experts: int, width: int, expert_width: int, parallel: ParallelState, dtype: torch.dtype):
         super().__init__()

@@ -6,6 +6,8 @@ V vocabulary, C latent width, R rope width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -150,6 +152,12 @@ class KimiModel(nn.Module):
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Float32 [S, V], whole on every rank."""
         return self.lm_head(x_SD)
+
+    @property
+    def step_parts(self) -> dict[str, Any]:
+        """What decides whether a step may be captured, each with `is_capturable`."""
+        experts = [layer.feed_forward.experts for layer in self.layers if hasattr(layer.feed_forward, "experts")][:1]
+        return {"kernels": self.kernels, "attention backend": self.backend} | {"expert storage": e for e in experts}
 
     @property
     def cache_width(self) -> int:

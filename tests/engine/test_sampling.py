@@ -95,7 +95,7 @@ def test_any_parameters_against_the_oracle(case):
     requests = [random_request(rng) for _ in range(6)]
     logits = random_logits(6, case)
     before = logits.clone()
-    chosen = Sampler(VOCAB, CPU)(logits, requests)
+    chosen = Sampler(CPU)(logits, requests)
     assert torch.equal(logits, before), "the caller's logits serve the log-probabilities later"
     for row, request, token in zip(logits.tolist(), requests, chosen.tolist(), strict=True):
         scores = oracle_shape(row, request)
@@ -110,7 +110,7 @@ def test_a_row_is_bitwise_independent_of_its_neighbours(case):
     """Same seed, same token: alone, in any batch, in any order."""
     rng = random.Random(1000 + case)
     requests, logits = [random_request(rng) for _ in range(12)], random_logits(12, case)
-    sampler = Sampler(VOCAB, CPU)
+    sampler = Sampler(CPU)
     together = sampler(logits, requests).tolist()
     order = rng.sample(range(12), 12)
     assert sampler(logits[order], [requests[i] for i in order]).tolist() == [together[i] for i in order]
@@ -119,7 +119,7 @@ def test_a_row_is_bitwise_independent_of_its_neighbours(case):
 
 def draw(params: SamplingParams, logits: torch.Tensor, count: int = 400, **kwargs) -> list[int]:
     requests = [make(params, seed=seed, **kwargs) for seed in range(count)]
-    return Sampler(logits.shape[-1], CPU)(logits.expand(count, -1), requests).tolist()
+    return Sampler(CPU)(logits.expand(count, -1), requests).tolist()
 
 
 PROBS = torch.tensor([0.4, 0.3, 0.2, 0.07, 0.03]).log()
@@ -179,7 +179,7 @@ def test_the_repetition_penalty_sees_the_prompt_and_the_others_do_not():
     logits = torch.tensor([[2.0, 1.9, -5.0]])
 
     def greedy(**changes) -> int:
-        return int(Sampler(3, CPU)(logits, [make(SamplingParams(temperature=0.0, **changes), prompt=[0, 0])]))
+        return int(Sampler(CPU)(logits, [make(SamplingParams(temperature=0.0, **changes), prompt=[0, 0])]))
 
     assert greedy() == 0 and greedy(repetition_penalty=1.2) == 1
     assert greedy(presence_penalty=2.0, frequency_penalty=2.0) == 0
@@ -189,13 +189,13 @@ def test_the_repetition_penalty_sees_the_prompt_and_the_others_do_not():
 def test_every_64_bit_seed_works_and_repeats(seed):
     logits = random_logits(1, 3)
     params = SamplingParams(temperature=1.0)
-    first, again = (int(Sampler(VOCAB, CPU)(logits, [make(params, seed=seed)])) for _ in range(2))
+    first, again = (int(Sampler(CPU)(logits, [make(params, seed=seed)])) for _ in range(2))
     assert first == again
 
 
 def test_seeds_and_places_draw_apart():
     logits = torch.zeros(1, VOCAB)
-    sampler, params = Sampler(VOCAB, CPU), SamplingParams()
+    sampler, params = Sampler(CPU), SamplingParams()
     by_seed = {int(sampler(logits, [make(params, seed=s)])) for s in range(100)}
     by_place = {int(sampler(logits, [make(params, output=[0] * n)])) for n in range(100)}
     assert len(by_seed) > 30 and len(by_place) > 30

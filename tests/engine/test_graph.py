@@ -1,0 +1,104 @@
+"""Replayed decode steps: the same tokens as without, whatever the bucket, lengths, padding and sampling; a budget."""
+
+from __future__ import annotations
+
+import logging
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.graph import GraphRunner, capture_obstacle
+from engine.launch import start_engine
+from engine.request import SamplingParams
+from tests.answers import ask
+from tests.checkpoints import SMALL, build_checkpoint
+from tests.rerun import RerunRecorder, record
+
+
+def runner_of(sizes: list[int], taken: list[int], budget: int) -> GraphRunner:
+    def step(inputs):
+        return torch.zeros(inputs.num_rows, 5), torch.zeros(inputs.num_rows)
+
+    runner = GraphRunner(RerunRecorder(taken), step, lambda *_: None, budget)
+    runner.capture_all([SimpleNamespace(num_rows=size) for size in sizes])
+    return runner
+
+
+def test_each_number_of_requests_gets_the_smallest_bucket():
+    runner = runner_of([1, 2, 4, 6], [], 0)
+    chosen = [runner.choose(n).inputs.num_rows for n in range(1, 7)]
+    assert chosen == [1, 2, 4, 4, 6, 6] and runner.choose(7) is None and runner.choose(0) is None
+
+
+def test_buckets_over_the_budget_are_given_up_and_said(caplog):
+    with caplog.at_level(logging.INFO):
+        runner = runner_of([1, 2, 4], [100, 0, 40, 1, 30, 9], 80)
+    assert [n and runner.choose(n) and runner.choose(n).inputs.num_rows for n in (1, 2, 3, 4)] == [1, 2, None, None]
+    assert runner.num_bytes == 80
+    assert "4 rows" in caplog.text and "graph_memory_gb" in caplog.text and "2 decode graphs" in caplog.text
+
+
+def test_no_budget_no_graph():
+    assert runner_of([1, 2], [5, 5, 5, 5], 0).choose(1) is None
+
+
+def test_what_cannot_be_captured_is_named():
+    able, unable = SimpleNamespace(is_capturable=True), SimpleNamespace()
+    assert capture_obstacle({"attention": able, "kernels": able}) is None
+    assert capture_obstacle({"attention": able, "kernels": unable}) == "kernels"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build_checkpoint(tmp_path_factory.mktemp("graph"), SMALL)
+
+
+def build(checkpoint) -> EngineCore:
+    return start_engine(EngineConfig(str(checkpoint), device="cpu", dtype="float32", num_threads=1, max_num_seqs=6))[0]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> EngineCore:
+    return build(checkpoint)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
+def replayed(request, checkpoint) -> EngineCore:
+    core = build(checkpoint)
+    core.recorder = record(core.replica.runner)
+    core.replica.overlap = request.param
+    return core
+
+
+def mixed(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Ragged lengths over block borders; greedy, drawn, filtered and shaped rows side by side; ends at any time."""
+    rng = random.Random(seed)
+    kinds = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {3: 2.0}}, {"min_tokens": 3}]
+    found = []
+    for i in range(count):
+        temperature, length = rng.choice([0.0, 0.0, 0.8, 1.2]), rng.randint(3, 14)
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=length, **rng.choice(kinds))
+        found.append(([rng.randrange(300) for _ in range(rng.choice([1, 2, 30, 60, 63, 64, 65, 127]))], params))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 11])
+def test_replayed_steps_give_the_same_tokens(plain, replayed, count):
+    before = sum(g.num_replays for g in replayed.recorder.graphs)
+    requests = mixed(count, count)
+    for one, other in zip(ask(plain, *requests), ask(replayed, *requests), strict=True):
+        assert (one.token_ids, one.text, one.end) == (other.token_ids, other.text, other.end)
+    assert sum(g.num_replays for g in replayed.recorder.graphs) > before
+    assert replayed.stats().kv_cache_usage == 0.0
+
+
+def test_penalties_and_logprobs_use_the_replayed_logits(plain, replayed):
+    params = SamplingParams(temperature=0.0, max_tokens=9, repetition_penalty=1.4, logprobs=2, prompt_logprobs=1)
+    requests = [([5, 6, 7], params), ([9], SamplingParams(temperature=0.0, max_tokens=5))]
+    for one, other in zip(ask(plain, *requests), ask(replayed, *requests), strict=True):
+        assert one.token_ids == other.token_ids and len(one.logprobs) == len(other.logprobs)
+        assert [list(row) for row in one.logprobs] == [list(row) for row in other.logprobs]
