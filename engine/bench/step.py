@@ -67,13 +67,13 @@ def measure_point(
     runner: ModelRunner, batch: int, context: int, args: argparse.Namespace, bandwidth: float
 ) -> dict[str, Any]:
     """One row: time, bytes and fraction of the roofline of a decode step."""
-    call = step_callable(runner, batch, context)
     routing = nullcontext()
     if args.routing != "model":
         routing = fixed_routing(runner.model, args.routing, batch, args.ep_share, args.seed)
     with routing:
         with counted_experts(runner.model) as experts:
             check_finite(runner, batch, context)
+        call = step_callable(runner, batch, context)  # may be captured with the routing in place
         timing = time_host(call, runner.parallel.device, args.replays)
     sizes = share.sizes(runner)
     weights, cache = sizes.weight_bytes(sum(experts.distinct)), sizes.kv_bytes(batch * context)

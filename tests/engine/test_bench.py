@@ -65,7 +65,8 @@ def test_every_subcommand_of_the_table_has_help(capsys):
         assert done.value.code == 0 and "--json" in capsys.readouterr().out
     with pytest.raises(SystemExit) as done:
         main(["no-such-measurement"])
-    assert done.value.code != 0 and all(name in capsys.readouterr().err for name in SUBCOMMANDS)
+    error = capsys.readouterr().err
+    assert done.value.code != 0 and all(name in error for name in SUBCOMMANDS)
 
 
 def test_medians_spread_and_turns():

@@ -17,9 +17,8 @@ from tests.shares import config_directory
 
 
 def runner_of(directory, **settings) -> ModelRunner:
-    config = EngineConfig(
-        str(directory), device="cpu", dtype="float32", load_format="dummy", kv_cache_memory_gb=0.02, **settings
-    )
+    settings = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "kv_cache_memory_gb": 0.02} | settings
+    config = EngineConfig(str(directory), **settings)
     return ModelRunner(config, ModelFiles.read(config), ParallelState(**config.placement()))
 
 
@@ -84,7 +83,7 @@ def test_norms_are_near_one_and_the_router_stays_float32(tmp_path):
     norms = [m.weight for m in runner.model.modules() if isinstance(m, RMSNorm)]
     assert norms and all((w - 1).abs().max() <= 0.2 for w in norms)
     router = runner.model.layers[1].feed_forward.router
-    assert router.bias.dtype == torch.float32 and 0 < router.bias.abs().max() <= 0.05
+    assert router.bias.dtype == torch.float32 and 0 < router.bias.abs().max() <= 0.01
 
 
 def test_the_meta_device_is_left_alone():
