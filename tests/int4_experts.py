@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.gpu.experts import PackedExperts, pack_gate_up
-from engine.kernels.gpu.int4 import pack_int4
+from engine.kernels.gpu.experts import PackedExperts, empty_experts, put_down, put_gate_or_up
 
 
 def random_matrix(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,14 +16,13 @@ def random_matrix(rows: int, columns: int, generator: torch.Generator) -> tuple[
 
 
 def random_experts(experts: int, width: int, expert_width: int, generator: torch.Generator) -> PackedExperts:
-    """`experts` experts whose outputs have about the size of their inputs."""
-    gate_up, down = [], []
-    for _ in range(experts):
-        gate, up = (random_matrix(expert_width, width, generator) for _ in range(2))
-        gate_up.append(pack_gate_up(gate, up))
-        down.append(pack_int4(*random_matrix(width, expert_width, generator)))
-    stacked = [torch.stack(tensors) for pair in (gate_up, down) for tensors in zip(*pair, strict=True)]
-    return PackedExperts(*stacked)
+    """`experts` experts packed from random matrices."""
+    packed = empty_experts(experts, width, expert_width, generator.device)
+    for index in range(experts):
+        for is_up in (False, True):
+            put_gate_or_up(packed, index, is_up, *random_matrix(expert_width, width, generator))
+        put_down(packed, index, *random_matrix(width, expert_width, generator))
+    return packed
 
 
 def random_routing(

@@ -14,13 +14,18 @@ from functools import lru_cache
 import torch
 import triton
 
-from engine.kernels.gpu.experts_kernels import down_kernel, down_sum_kernel, gate_up_kernel, sum_kernel
+from engine.kernels.gpu.experts_kernels import (
+    down_kernel,
+    down_stream_kernel,
+    down_sum_kernel,
+    gate_up_kernel,
+    sum_kernel,
+)
 from engine.kernels.gpu.experts_plan import Plan, plan_blocks
-from engine.kernels.gpu.int4 import pack_int4, unpack_tiles
+from engine.kernels.gpu.int4 import half_of_gate_up, pack_int4, unpack_tiles
 from engine.kernels.gpu.pdl import launch_options
 
 INVARIANT_ROWS = 64
-ROWS_IN_ONE_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -57,26 +62,33 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """Launches of the products. `block_rows` positions a block; `splits` parts of K in gate and up."""
+    """Launches of the products. `block_rows` positions a block; `splits` parts of K in gate and up.
+
+    `stream` groups of blocks a tile where down runs as a stream, 0 where it runs over items; `fuse_sum` is the most
+    rows for which down also sums, at most `block_rows`.
+    """
 
     block_rows: int
     splits: int
     gate_up: Tile
     down: Tile
     down_sum: Tile
+    stream: int
+    fuse_sum: int
 
 
-FEW_ROWS = Config(16, 4, Tile(64, 5, 4, 4), Tile(64, 3, 4, 4), Tile(64, 6, 4, 1))
-SOME_ROWS = Config(64, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1), Tile(64, 6, 4, 1))
-MANY_ROWS = Config(128, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1), Tile(64, 6, 4, 1))
+FEW_ROWS = Config(16, 4, Tile(64, 5, 4, 4), Tile(64, 7, 4, 4), Tile(64, 13, 4, 1), 7, 16)
+SOME_ROWS = Config(64, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1), Tile(64, 13, 4, 1), 0, 0)
+MANY_ROWS = Config(128, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1), Tile(64, 13, 4, 1), 0, 0)
 SMALL_SHARED_MEMORY = {"gate_up": Tile(128, 2, 8, 1), "down": Tile(128, 2, 8, 1)}
+LONGEST_STREAMED_WIDTH = 512
 
 
-def choose_config(num_rows: int, width: int, device: torch.device) -> Config:
+def choose_config(num_rows: int, width: int, expert_width: int, device: torch.device) -> Config:
     """By the number of rows; multiprocessors with 99 KB of shared memory get fewer stages and smaller blocks."""
     if num_rows <= INVARIANT_ROWS:
         splits = next(s for s in (4, 2, 1) if width // 128 % s == 0)
-        return replace(FEW_ROWS, splits=splits)
+        return replace(FEW_ROWS, splits=splits, stream=FEW_ROWS.stream * (expert_width <= LONGEST_STREAMED_WIDTH))
     if shared_memory(device) < 160_000:
         return replace(SOME_ROWS, **SMALL_SHARED_MEMORY)
     return SOME_ROWS if num_rows <= 1024 else MANY_ROWS
@@ -96,23 +108,51 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I, X] with eight rows of gate, eight of up and so on; both [..., I, X], I a multiple of 8."""
-    pairs = torch.stack((gate.unflatten(-2, (-1, 8)), up.unflatten(-2, (-1, 8))), dim=-3)
-    return pairs.flatten(-4, -2)
+def empty_experts(num_experts: int, width: int, expert_width: int, device: torch.device) -> PackedExperts:
+    """Room for the tiles of experts whose width is a multiple of 128; `put_*` fills it."""
+    if width % 128 or expert_width % 128:
+        raise ValueError(
+            f"packed experts need widths that are multiples of 128, not {width} x {expert_width}; "
+            "use the float storage or fewer ranks a slice."
+        )
+
+    def tiles(rows: int, columns: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_experts, rows // 64, columns // 128, 64, last, dtype=dtype, device=device)
+
+    return PackedExperts(
+        tiles(2 * expert_width, width, 32, torch.int16),
+        tiles(2 * expert_width, width, 4, torch.bfloat16),
+        tiles(width, expert_width, 32, torch.int16),
+        tiles(width, expert_width, 4, torch.bfloat16),
+    )
 
 
-def pack_gate_up(gate: tuple[torch.Tensor, torch.Tensor], up: tuple[torch.Tensor, torch.Tensor]):
-    """Tiles of one expert's gate and up, each given as (packed, scale) in the checkpoint's layout."""
-    return pack_int4(interleave(gate[0], up[0]), interleave(gate[1], up[1]))
+def put_gate_or_up(experts: PackedExperts, index: int, is_up: bool, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Packs one gate or up matrix of the checkpoint (int32 [I, D/8], scale [I, D/32]) into its place."""
+    device = experts.gate_up_words.device
+    tiles = pack_int4(packed.to(device), scale.to(device), 32)
+    for target, value in zip((experts.gate_up_words, experts.gate_up_scales), tiles, strict=True):
+        half_of_gate_up(target[index], is_up).copy_(value.unflatten(2, (4, 8)))
+
+
+def put_down(experts: PackedExperts, index: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Packs one down matrix of the checkpoint (int32 [D, I/8], scale [D, I/32]) into its place."""
+    device = experts.down_words.device
+    words, scales = pack_int4(packed.to(device), scale.to(device))
+    experts.down_words[index].copy_(words)
+    experts.down_scales[index].copy_(scales)
 
 
 def expanded(packed: PackedExperts) -> tuple[torch.Tensor, torch.Tensor]:
     """The bfloat16 matrices that the kernels multiply by: gate_up [E, 2I, D], gate rows first, and down [E, D, I]."""
     gate_up, down = [], []
     for expert in range(packed.num_experts):
-        rows = unpack_tiles(packed.gate_up_words[expert], packed.gate_up_scales[expert]).unflatten(0, (-1, 2, 8))
-        gate_up.append(rows.transpose(0, 1).flatten(0, 2))
+        words, scales = packed.gate_up_words[expert], packed.gate_up_scales[expert]
+        halves = (
+            unpack_tiles(half_of_gate_up(words, is_up).flatten(2, 3), half_of_gate_up(scales, is_up).flatten(2, 3))
+            for is_up in (False, True)
+        )
+        gate_up.append(torch.cat(tuple(halves)))
         down.append(unpack_tiles(packed.down_words[expert], packed.down_scales[expert]))
     return torch.stack(gate_up), torch.stack(down)
 
@@ -131,12 +171,12 @@ def int4_experts(
     x: bfloat16, contiguous; ids: int32, -1 = not here or a padding row, distinct in a row; weights: float32;
     shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64.
     """
-    config = config or choose_config(x_TD.shape[0], x_TD.shape[1], x_TD.device)
+    config = config or choose_config(x_TD.shape[0], packed.width, packed.expert_width, x_TD.device)
     tiles = 2 * packed.expert_width // config.gate_up.rows
     plan = plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows, tiles)
     act = gate_up_product(x_TD, plan, packed, config, ids_TK.shape[1])
     num_rows = x_TD.shape[0]
-    if num_rows <= min(ROWS_IN_ONE_BLOCK, config.block_rows):
+    if num_rows <= config.fuse_sum:
         return down_sum(act, plan, packed, config, num_rows, shared_act_TI, shared_down_DI)
     if num_rows <= INVARIANT_ROWS:
         slots, shared = down_product(act, plan, packed, config, num_rows, shared_act_TI, shared_down_DI)
@@ -150,9 +190,7 @@ def _grid(tile: Tile, items: int, device: torch.device) -> tuple[int]:
     return (max(1, min(items, tile.programs * num_multiprocessors(device))),)
 
 
-def gate_up_product(
-    x_TD: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, top_k: int
-) -> torch.Tensor:
+def gate_up_product(x_TD: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, top_k: int) -> torch.Tensor:
     """act bfloat16 [T * K, I] by slot: weight * silu(gate) * up. Slots that are nobody's stay unwritten."""
     tile, splits, device = config.gate_up, config.splits, x_TD.device
     width, expert_width = packed.width, packed.expert_width
@@ -164,8 +202,8 @@ def gate_up_product(
     gate_up_kernel[_grid(tile, items, device)](
         x_TD, packed.gate_up_words, packed.gate_up_scales, plan.block_experts, plan.rows, plan.slot_weights,
         plan.num_blocks, plan.counters, partial, act, num_slots,
-        TOP_K=top_k, D=width, I=expert_width, BN=tile.rows, ROWS=config.block_rows, SPLITS=splits, STAGES=tile.stages,
-        ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
+        TOP_K=top_k, D=width, INNER=expert_width, BN=tile.rows, ROWS=config.block_rows, SPLITS=splits,
+        STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
     )  # fmt: skip
     return act
 
@@ -182,11 +220,13 @@ def down_product(
     if shared_act_TI is not None:
         shared = torch.empty(num_rows, width, dtype=torch.float32, device=device)
     items = (plan.block_experts.numel() + triton.cdiv(num_rows, config.block_rows)) * (width // tile.rows)
-    down_kernel[_grid(tile, items, device)](
+    kernel = down_stream_kernel if config.stream else down_kernel
+    grid = (width // tile.rows, config.stream) if config.stream else _grid(tile, items, device)
+    kernel[grid](
         act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks, shared_act_TI,
         shared_down_DI, slots, shared, num_rows,
-        D=width, I=packed.expert_width, I_SHARED=_shared_width(shared_act_TI), BN=tile.rows, ROWS=config.block_rows,
-        STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
+        D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
+        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
     )  # fmt: skip
     return slots, shared
 
@@ -201,8 +241,8 @@ def down_sum(
     down_sum_kernel[(width // tile.rows,)](
         act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks, shared_act_TI,
         shared_down_DI, out, num_rows,
-        D=width, I=packed.expert_width, I_SHARED=_shared_width(shared_act_TI), BN=tile.rows, ROWS=config.block_rows,
-        STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
+        D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
+        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
     )  # fmt: skip
     return out
 

@@ -4,7 +4,8 @@ Work items are (block of rows, tile of weight rows, part of K); programs are per
 from the device, so time does not depend on how many blocks there could be. A row's result has one order of additions
 whatever the other rows are.
 
-Letters: D model width, I expert width here, BN weight rows a program, ROWS positions a block, SPLITS parts of K.
+Letters: D model width, INNER expert width here, BN weight rows a program, ROWS positions a block,
+SPLITS parts of K.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from engine.kernels.gpu.int4 import dequantised_tile, int4_product, multiply, ti
 from engine.kernels.gpu.pdl import start, wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def gate_up_kernel(
     x_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr, counters_ptr,
     partial_ptr, act_ptr, num_slots,
-    TOP_K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """act[slot, i] = bf16(weight * silu(gate) * up), float32 up to its one rounding.
@@ -31,7 +32,7 @@ def gate_up_kernel(
     start(PDL)
     wait(PDL)
     K_BLOCKS: tl.constexpr = D // 128
-    TILES: tl.constexpr = 2 * I // BN
+    TILES: tl.constexpr = 2 * INNER // BN
     num_items = tl.load(num_blocks_ptr) * (TILES * SPLITS)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         part = item % SPLITS
@@ -41,16 +42,16 @@ def gate_up_kernel(
         slots = tl.load(rows_ptr + block * ROWS + tl.arange(0, ROWS))
         keep = slots >= 0
         slots = tl.where(keep, slots, 0)
-        first_row = expert * (2 * I) + tile * BN
+        first_row = expert * (2 * INNER) + tile * BN
         acc = int4_product(
-            words_ptr + first_row * (D // 4), scales_ptr + first_row * (D // 32), x_ptr, slots // TOP_K * D, keep, part * (K_BLOCKS // SPLITS),
-            K_BLOCKS, K_BLOCKS // SPLITS, BN, ROWS, STAGES, ASM,
+            words_ptr + first_row * (D // 4), scales_ptr + first_row * (D // 32), x_ptr, slots // TOP_K * D, keep,
+            part * (K_BLOCKS // SPLITS), K_BLOCKS, K_BLOCKS // SPLITS, BN, ROWS, STAGES, ASM,
         )  # fmt: skip
         last = True
         if SPLITS > 1:
             n = tile * BN + tl.arange(0, BN)
-            partial = partial_ptr + slots[None, :].to(tl.int64) * (2 * I) + n[:, None]
-            stride = num_slots.to(tl.int64) * (2 * I)
+            partial = partial_ptr + slots[None, :].to(tl.int64) * (2 * INNER) + n[:, None]
+            stride = num_slots.to(tl.int64) * (2 * INNER)
             tl.store(partial + part * stride, acc, mask=keep[None, :])
             tl.debug_barrier()
             last = tl.atomic_add(counters_ptr + block * TILES + tile, 1, sem="acq_rel") == SPLITS - 1
@@ -60,18 +61,18 @@ def gate_up_kernel(
                     acc += tl.load(partial + other * stride, mask=keep[None, :], other=0.0, cache_modifier=".cg")
         if last:
             weights = tl.load(slot_weights_ptr + slots, mask=keep, other=0.0)
-            _store_act(acc, weights, slots, keep, act_ptr, tile, I, BN, ROWS)
+            _store_act(acc, weights, slots, keep, act_ptr, tile, INNER, BN, ROWS)
 
 
 @triton.jit
-def _store_act(acc, weights, slots, keep, act_ptr, tile, I: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr):
+def _store_act(acc, weights, slots, keep, act_ptr, tile, INNER: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr):
     HALF: tl.constexpr = BN // 2
     pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, ROWS)), (0, 2, 3, 1))
     gate, up = tl.split(pairs)
     gate = tl.reshape(gate, (HALF, ROWS))
     up = tl.reshape(up, (HALF, ROWS))
     act = gate / (1.0 + tl.exp(-gate)) * up * weights[None, :]
-    offsets = slots[None, :].to(tl.int64) * I + (tile * HALF + tl.arange(0, HALF))[:, None]
+    offsets = slots[None, :].to(tl.int64) * INNER + (tile * HALF + tl.arange(0, HALF))[:, None]
     tl.store(act_ptr + offsets, act.to(tl.bfloat16), mask=keep[None, :])
 
 
@@ -91,20 +92,20 @@ def dense_product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def down_kernel(
     act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, num_blocks_ptr, shared_act_ptr, shared_ptr, slot_ptr,
     shared_out_ptr, num_rows,
-    D: tl.constexpr, I: tl.constexpr, I_SHARED: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each slot's down product [slots, D], and the shared expert's [T, D] where I_SHARED > 0."""
+    """Each slot's down product [slots, D], and the shared expert's [T, D] where SHARED_INNER > 0."""
     start(PDL)
     wait(PDL)
-    K_BLOCKS: tl.constexpr = I // 128
+    K_BLOCKS: tl.constexpr = INNER // 128
     TILES: tl.constexpr = D // BN
     num_shared = 0
-    if I_SHARED > 0:
+    if SHARED_INNER > 0:
         num_shared = tl.cdiv(num_rows, ROWS) * TILES
     num_items = tl.load(num_blocks_ptr) * TILES + num_shared
     r = tl.arange(0, ROWS)
@@ -115,7 +116,15 @@ def down_kernel(
             rows = item // TILES * ROWS + r
             keep = rows < num_rows
             acc = dense_product(
-                shared_ptr + tile * (BN * I_SHARED), shared_act_ptr, rows * I_SHARED, keep, I_SHARED, BN, ROWS, 3, ASM
+                shared_ptr + tile * (BN * SHARED_INNER),
+                shared_act_ptr,
+                rows * SHARED_INNER,
+                keep,
+                SHARED_INNER,
+                BN,
+                ROWS,
+                3,
+                ASM,
             )
             out = shared_out_ptr + rows[None, :].to(tl.int64) * D + (tile * BN + n)[:, None]
             tl.store(out, acc, mask=keep[None, :])
@@ -127,8 +136,8 @@ def down_kernel(
             slots = tl.where(keep, slots, 0)
             first_row = expert * D + tile * BN
             acc = int4_product(
-                words_ptr + first_row * (I // 4), scales_ptr + first_row * (I // 32), act_ptr, slots * I, keep, 0,
-                K_BLOCKS, K_BLOCKS, BN, ROWS, STAGES, ASM,
+                words_ptr + first_row * (INNER // 4), scales_ptr + first_row * (INNER // 32), act_ptr, slots * INNER,
+                keep, 0, K_BLOCKS, K_BLOCKS, BN, ROWS, STAGES, ASM,
             )  # fmt: skip
             out = slot_ptr + slots[None, :].to(tl.int64) * D + (tile * BN + n)[:, None]
             tl.store(out, acc.to(slot_ptr.dtype.element_ty), mask=keep[None, :])
@@ -156,11 +165,11 @@ def sum_kernel(
     tl.store(out_ptr + row.to(tl.int64) * D + d, total, mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def down_sum_kernel(
     act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, num_blocks_ptr, shared_act_ptr, shared_ptr, out_ptr,
     num_rows,
-    D: tl.constexpr, I: tl.constexpr, I_SHARED: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] as `down_kernel` and `sum_kernel` give it, bit for bit, for at most ROWS rows: one program a tile of D.
@@ -169,45 +178,101 @@ def down_sum_kernel(
     """
     start(PDL)
     wait(PDL)
-    K_BLOCKS: tl.constexpr = I // 128
+    K_BLOCKS: tl.constexpr = INNER // 128
     first_n = tl.program_id(0) * BN
     r = tl.arange(0, ROWS)
     total = tl.zeros((BN, ROWS), tl.float32)
     acc = tl.zeros((BN, ROWS), tl.float32)
     num_steps = tl.load(num_blocks_ptr) * K_BLOCKS
-    if I_SHARED > 0:
+    if SHARED_INNER > 0:
         shared = dense_product(
-            shared_ptr + first_n * I_SHARED, shared_act_ptr, r * I_SHARED, r < num_rows, I_SHARED, BN, ROWS, 3, ASM
+            shared_ptr + first_n * SHARED_INNER,
+            shared_act_ptr,
+            r * SHARED_INNER,
+            r < num_rows,
+            SHARED_INNER,
+            BN,
+            ROWS,
+            5,
+            ASM,
         )
     total = _sum_experts(
-        act_ptr, words_ptr + first_n * (I // 4), scales_ptr + first_n * (I // 32), block_experts_ptr, rows_ptr,
-        num_steps, total, acc, D, I, K_BLOCKS, BN, ROWS, STAGES, ASM,
+        act_ptr, words_ptr + first_n * (INNER // 4), scales_ptr + first_n * (INNER // 32), block_experts_ptr, rows_ptr,
+        num_steps, total, acc, D, INNER, K_BLOCKS, BN, ROWS, STAGES, ASM,
     )  # fmt: skip
-    if I_SHARED > 0:
+    if SHARED_INNER > 0:
         total += shared
     n = first_n + tl.arange(0, BN)
     tl.store(out_ptr + r[None, :] * D + n[:, None], total, mask=(r < num_rows)[None, :])
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def down_stream_kernel(
+    act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, num_blocks_ptr, shared_act_ptr, shared_ptr, slot_ptr,
+    shared_out_ptr, num_rows,
+    D: tl.constexpr, INNER: tl.constexpr, SHARED_INNER: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`down_kernel` for a short K: program (tile, g) takes every num_programs(1)-th block in one pipelined loop."""
+    start(PDL)
+    wait(PDL)
+    K_BLOCKS: tl.constexpr = INNER // 128
+    first_n = tl.program_id(0) * BN
+    n = first_n + tl.arange(0, BN)
+    r = tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    num_steps = tl.cdiv(tl.load(num_blocks_ptr) - group, groups) * K_BLOCKS
+    if SHARED_INNER > 0:
+        for first in range(group * ROWS, num_rows, groups * ROWS):
+            rows = first + r
+            shared = dense_product(
+                shared_ptr + first_n * SHARED_INNER, shared_act_ptr, rows * SHARED_INNER, rows < num_rows, SHARED_INNER,
+                BN, ROWS, 3, ASM,
+            )  # fmt: skip
+            out = shared_out_ptr + rows[None, :].to(tl.int64) * D + n[:, None]
+            tl.store(out, shared, mask=(rows < num_rows)[None, :])
+    words_ptr += first_n * (INNER // 4)
+    scales_ptr += first_n * (INNER // 32)
+    acc = tl.zeros((BN, ROWS), tl.float32)
+    for step in tl.range(0, num_steps, num_stages=STAGES):
+        block = step // K_BLOCKS * groups + group
+        acc, slots = _expert_step(
+            act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, block, step % K_BLOCKS, acc,
+            D, INNER, K_BLOCKS, BN, ROWS, ASM,
+        )  # fmt: skip
+        done = (slots >= 0) & (step % K_BLOCKS == K_BLOCKS - 1)
+        out = slot_ptr + slots[None, :].to(tl.int64) * D + n[:, None]
+        tl.store(out, acc.to(slot_ptr.dtype.element_ty), mask=done[None, :])
+
+
 @triton.jit
 def _sum_experts(
     act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, num_steps, total, acc,
-    D: tl.constexpr, I: tl.constexpr, K_BLOCKS: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, INNER: tl.constexpr, K_BLOCKS: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    r = tl.arange(0, ROWS)
-    k = tl.arange(0, 128)
-    word_offsets = tile_offsets(BN, K_BLOCKS, 32)
-    scale_offsets = tile_offsets(BN, K_BLOCKS, 4)
     for step in tl.range(0, num_steps, num_stages=STAGES):
-        block = step // K_BLOCKS
-        k_block = step % K_BLOCKS
-        expert = tl.load(block_experts_ptr + block).to(tl.int64)
-        slots = tl.load(rows_ptr + block * ROWS + r)
-        words = tl.load(words_ptr + expert * (D * I // 4) + k_block * 2048 + word_offsets)
-        scales = tl.load(scales_ptr + expert * (D * I // 32) + k_block * 256 + scale_offsets)
-        x_offsets = slots * I + k_block * 128
-        x = tl.load(act_ptr + x_offsets[None, :] + k[:, None], mask=(slots >= 0)[None, :], other=0.0)
-        acc = multiply(dequantised_tile(words, scales, BN, ASM), x, tl.where(k_block == 0, 0.0, acc), ASM)
-        total += tl.where(k_block == K_BLOCKS - 1, acc, 0.0)
+        acc, _ = _expert_step(
+            act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, step // K_BLOCKS, step % K_BLOCKS, acc,
+            D, INNER, K_BLOCKS, BN, ROWS, ASM,
+        )  # fmt: skip
+        total += tl.where(step % K_BLOCKS == K_BLOCKS - 1, acc, 0.0)
     return total
+
+
+@triton.jit
+def _expert_step(
+    act_ptr, words_ptr, scales_ptr, block_experts_ptr, rows_ptr, block, k_block, acc,
+    D: tl.constexpr, INNER: tl.constexpr, K_BLOCKS: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """One block's next 128 columns of K; a block starts from zero, so no other block is in its sum."""
+    expert = tl.load(block_experts_ptr + block).to(tl.int64)
+    slots = tl.load(rows_ptr + block * ROWS + tl.arange(0, ROWS))
+    words = tl.load(words_ptr + expert * (D * INNER // 4) + k_block * 2048 + tile_offsets(BN, K_BLOCKS, 32))
+    scales = tl.load(scales_ptr + expert * (D * INNER // 32) + k_block * 256 + tile_offsets(BN, K_BLOCKS, 4))
+    x_offsets = slots * INNER + k_block * 128
+    x = tl.load(act_ptr + x_offsets[None, :] + tl.arange(0, 128)[:, None], mask=(slots >= 0)[None, :], other=0.0)
+    tile = dequantised_tile(words, scales, BN, ASM)
+    return multiply(tile, x, tl.where(k_block == 0, 0.0, acc), ASM), slots

@@ -112,7 +112,7 @@ def plan_program(
     tl.store(num_blocks_ptr, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_positions", "num_counters"])
 def _plan_kernel(
     ids_ptr, weights_ptr, block_experts_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr, counters_ptr,
     num_rows, num_positions, num_counters,
@@ -129,7 +129,7 @@ def _plan_kernel(
 def _plan_many(
     ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int, block_rows: int, counters_a_block: int
 ) -> Plan:
-    num_rows, top_k = ids_TK.shape
+    top_k = ids_TK.shape[1]
     device, num_pairs = ids_TK.device, ids_TK.numel()
     blocks = max_blocks(num_pairs, num_experts, block_rows)
     here_TK = ids_TK >= 0

@@ -43,27 +43,37 @@ _DEQUANTISE = tl.constexpr("""
     """)
 
 
-def pack_int4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_int4(
+    packed: torch.Tensor, scale: torch.Tensor, tile_rows: int = TILE_ROWS
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Words int16 [N/64, K/128, 64, 32] and scales bfloat16 [N/64, K/128, 64, 4] of a pack-quantized matrix.
 
     packed: int32 [N, K/8], eight columns a word, lowest nibble = lowest column; scale: [N, K/32]. N must be a multiple
-    of 64 and K of 128. Runs on the tensors' device.
+    of `tile_rows` (64) and K of 128. Runs on the tensors' device.
     """
     rows, columns = packed.shape[0], packed.shape[1] * 8
-    if rows % TILE_ROWS or columns % TILE_COLUMNS:
+    if rows % tile_rows or columns % TILE_COLUMNS:
         raise ValueError(
-            f"packed experts need a multiple of {TILE_ROWS} rows and of {TILE_COLUMNS} columns, "
+            f"packed experts need a multiple of {tile_rows} rows and of {TILE_COLUMNS} columns, "
             f"not {rows} x {columns}; use the float storage."
         )
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     q_NBGW = ((packed.unsqueeze(-1) >> shifts) & 15).view(rows, -1, GROUPS, WORDS)
     words = q_NBGW[:, :, 0] | q_NBGW[:, :, 1] << 4 | q_NBGW[:, :, 2] << 8 | q_NBGW[:, :, 3] << 12
     words = torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
-    return _tiled(words), _tiled(scale.to(torch.bfloat16).view(rows, -1, GROUPS))
+    return _tiled(words, tile_rows), _tiled(scale.to(torch.bfloat16).view(rows, -1, GROUPS), tile_rows)
 
 
-def _tiled(x_NBW: torch.Tensor) -> torch.Tensor:
-    return x_NBW.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).contiguous()
+def _tiled(x_NBW: torch.Tensor, tile_rows: int) -> torch.Tensor:
+    return x_NBW.unflatten(0, (-1, tile_rows)).transpose(1, 2).contiguous()
+
+
+def half_of_gate_up(tiles: torch.Tensor, is_up: bool) -> torch.Tensor:
+    """View [I/32, K/128, 4, 8, X] of the gate or the up rows in one expert's interleaved tiles [2I/64, K/128, 64, X].
+
+    Eight rows of gate and eight of up alternate: both rows of a pair then lie in one thread's part of a product.
+    """
+    return tiles.unflatten(2, (4, 2, 8))[:, :, :, int(is_up)]
 
 
 def unpack_tiles(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
