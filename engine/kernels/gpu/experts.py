@@ -226,7 +226,8 @@ def down_product(
         act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks, shared_act_TI,
         shared_down_DI, slots, shared, num_rows,
         D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
-        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
+        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
+        **launch_options(device),
     )  # fmt: skip
     return slots, shared
 
@@ -242,7 +243,8 @@ def down_sum(
         act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks, shared_act_TI,
         shared_down_DI, out, num_rows,
         D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
-        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
+        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
+        **launch_options(device),
     )  # fmt: skip
     return out
 
