@@ -84,12 +84,12 @@ SMALL_SHARED_MEMORY = {"gate_up": Tile(128, 2, 8, 1), "down": Tile(128, 2, 8, 1)
 LONGEST_STREAMED_WIDTH = 512
 
 
-def choose_config(num_rows: int, width: int, expert_width: int, device: torch.device) -> Config:
-    """By the number of rows; multiprocessors with 99 KB of shared memory get fewer stages and smaller blocks."""
+def choose_config(num_rows: int, width: int, expert_width: int, block_memory: int) -> Config:
+    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages and rows."""
     if num_rows <= INVARIANT_ROWS:
         splits = next(s for s in (4, 2, 1) if width // 128 % s == 0)
         return replace(FEW_ROWS, splits=splits, stream=FEW_ROWS.stream * (expert_width <= LONGEST_STREAMED_WIDTH))
-    if shared_memory(device) < 160_000:
+    if block_memory < 160_000:
         return replace(SOME_ROWS, **SMALL_SHARED_MEMORY)
     return SOME_ROWS if num_rows <= 1024 else MANY_ROWS
 
@@ -171,7 +171,7 @@ def int4_experts(
     x: bfloat16, contiguous; ids: int32, -1 = not here or a padding row, distinct in a row; weights: float32;
     shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64.
     """
-    config = config or choose_config(x_TD.shape[0], packed.width, packed.expert_width, x_TD.device)
+    config = config or choose_config(x_TD.shape[0], packed.width, packed.expert_width, shared_memory(x_TD.device))
     tiles = 2 * packed.expert_width // config.gate_up.rows
     plan = plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows, tiles)
     act = gate_up_product(x_TD, plan, packed, config, ids_TK.shape[1])
@@ -263,3 +263,40 @@ def sum_slots(ids_TK: torch.Tensor, slots: torch.Tensor, shared_TD: torch.Tensor
 
 def _shared_width(shared_act_TI: torch.Tensor | None) -> int:
     return 0 if shared_act_TI is None else shared_act_TI.shape[1]
+
+
+_SIGNATURE = {
+    "x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*bf16", "block_experts_ptr": "*i32", "rows_ptr": "*i32",
+    "slot_weights_ptr": "*fp32", "num_blocks_ptr": "*i32", "counters_ptr": "*i32", "partial_ptr": "*fp32",
+    "act_ptr": "*bf16", "num_slots": "i32", "num_rows": "i32", "shared_act_ptr": "*bf16", "shared_ptr": "*bf16",
+    "slot_ptr": "*fp32", "shared_out_ptr": "*fp32", "out_ptr": "*fp32", "ids_ptr": "*i32",
+}  # fmt: skip
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of the products of K2.5's slices and whole experts."""
+    block_memory = 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
+    pdl = capability >= (9, 0)
+    cases = []
+    for inner, rows in ((256, 16), (2048, 16), (256, 2048)):
+        config = choose_config(rows, 7168, inner, block_memory)
+        shape = {"D": 7168, "INNER": inner, "ROWS": config.block_rows, "ASM": True, "PDL": pdl}
+        shared = {"SHARED_INNER": 256 if rows <= INVARIANT_ROWS else 0}
+        launches = [
+            (gate_up_kernel, config.gate_up, {"TOP_K": 8, "SPLITS": config.splits}),
+            (down_stream_kernel if config.stream else down_kernel, config.down, shared),
+        ]
+        if config.fuse_sum:
+            launches.append((down_sum_kernel, config.down_sum, shared))
+        for kernel, tile, more in launches:
+            constants = shape | more | {"BN": tile.rows, "STAGES": tile.stages}
+            cases.append(_case(f"{kernel.__name__} {inner} {rows}", kernel, constants, tile.warps))
+    constants = {"TOP_K": 8, "D": 7168, "SHARED": True, "BLOCK": 1024, "PDL": pdl}
+    cases.append(_case("sum_kernel", sum_kernel, constants, 4, {"shared_ptr": "*fp32"}))
+    return cases
+
+
+def _case(name: str, kernel, constants: dict, warps: int, signature: dict | None = None) -> tuple:
+    signature = _SIGNATURE | (signature or {})
+    arguments = {argument: signature[argument] for argument in kernel.arg_names if argument not in constants}
+    return name, kernel, arguments, constants, {"num_warps": warps}

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.int4 import dequantised_tile, int4_product, multiply, tile_offsets
-from engine.kernels.gpu.pdl import start, wait
+from engine.kernels.gpu.pdl import prefetch_rows, start, wait
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -177,9 +177,11 @@ def down_sum_kernel(
     Walks through all experts in one pipelined loop; position i of a block must be row i.
     """
     start(PDL)
-    wait(PDL)
     K_BLOCKS: tl.constexpr = INNER // 128
     first_n = tl.program_id(0) * BN
+    if SHARED_INNER > 0:
+        prefetch_rows(shared_ptr + (first_n + tl.arange(0, BN)) * SHARED_INNER, SHARED_INNER * 2, PDL)
+    wait(PDL)
     r = tl.arange(0, ROWS)
     total = tl.zeros((BN, ROWS), tl.float32)
     acc = tl.zeros((BN, ROWS), tl.float32)

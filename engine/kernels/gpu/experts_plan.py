@@ -155,3 +155,19 @@ def _plan_many(
     slot_weights.scatter_(0, slot_P, weights_TK.flatten().float())
     counters = torch.zeros(blocks * counters_a_block, dtype=torch.int32, device=device)
     return Plan(block_experts, rows[:-1].view(blocks, block_rows), slot_weights, ends_E[-1:].int(), counters)
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of the plan for 1 and for 64 rows."""
+    numbers = ("num_rows", "num_positions", "num_counters")
+    signature = {"weights_ptr": "*fp32", "slot_weights_ptr": "*fp32"}
+    cases = []
+    for pairs, warps in ((16, 4), (512, 8)):
+        constants = {"TOP_K": 8, "ROWS": 16, "PAIRS": pairs, "CHUNK": min(pairs, 32), "PDL": capability >= (9, 0)}
+        arguments = {
+            name: signature.get(name, "i32" if name in numbers else "*i32")
+            for name in _plan_kernel.arg_names
+            if name not in constants
+        }
+        cases.append((f"plan {pairs}", _plan_kernel, arguments, constants, {"num_warps": warps}))
+    return cases

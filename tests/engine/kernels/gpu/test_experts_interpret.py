@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
 if INTERPRETED:
     allow_scalar_arrays()
-EXPERTS, WIDTH, INNER, TOP_K, SHARED = 5, 256, 128, 3, 64
+EXPERTS, WIDTH, INNER, TOP_K, SHARED = 3, 256, 128, 2, 64
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
@@ -58,7 +58,7 @@ class Case:
 
         for module in (experts, experts_plan):
             monkeypatch.setattr(module.torch, "empty", poisoned)
-        config = experts.choose_config(self.x.shape[0], WIDTH, self.packed.expert_width, self.x.device)
+        config = experts.choose_config(self.x.shape[0], WIDTH, self.packed.expert_width, 1 << 20)
         rest = (self.shared_act[:rows], self.shared_down) if shared else ()
         inputs = (self.x[:rows], self.ids[:rows], self.weights[:rows])
         out = experts.int4_experts(*inputs, self.packed, *rest, config=replace(config, **settings))
@@ -78,7 +78,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 66])
+@pytest.mark.parametrize("rows", [1, 17, 66])
 def test_like_the_twin(rows, monkeypatch):
     case = Case(rows)
     assert relative_error(case.run(monkeypatch), case.expected()) < 1e-2
@@ -87,7 +87,7 @@ def test_like_the_twin(rows, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("settings", [{"stream": 0, "fuse_sum": 0}, {"splits": 1}, {"stream": 2, "fuse_sum": 0}])
 def test_every_way_gives_the_same(settings, monkeypatch):
-    case = Case(5, inner=256)
+    case = Case(2, inner=256)
     actual = case.run(monkeypatch, shared=False, **settings)
     assert relative_error(actual, case.expected(shared=False)) < 1e-2
     if "splits" not in settings:
@@ -103,7 +103,7 @@ def test_one_expert_takes_all_rows_and_others_none(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [4, 18])
+@pytest.mark.parametrize("rows", [4])
 def test_padding_rows_are_zero_and_change_nothing(rows, monkeypatch):
     case = Case(rows)
     case.ids[rows - 2 :] = -1
