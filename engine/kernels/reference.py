@@ -88,8 +88,12 @@ def experts(
     weights_TK: torch.Tensor,
     gate_up_EID: torch.Tensor,
     down_EDI: torch.Tensor,
+    shared_act_TI: torch.Tensor | None = None,
+    shared_down_DI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum of each row's experts; id -1 means that the expert is not here.
+
+    With the shared expert's activation [T, S] and down matrix [D, S] its product is added last.
 
     gate_up_EID: [E, 2I, D], gate rows first; down_EDI: [E, D, I]. Each expert's output is weighted and summed in
     float32 in order of expert id, the same on every device and in every run. Returns float32 [T, D].
@@ -119,6 +123,8 @@ def experts(
     if order.shape[0]:
         for ids_T, place_T, weight_T in zip(ids_TK.t(), place_TK.t(), weights_TK.t(), strict=True):
             out_TD += (y[place_T].float() * weight_T.unsqueeze(1)).masked_fill(ids_T.unsqueeze(1) < 0, 0)
+    if shared_act_TI is not None:
+        out_TD += F.linear(shared_act_TI, shared_down_DI)
     return out_TD
 
 

@@ -11,6 +11,7 @@ from engine.kernels import reference
 class ReferenceKernels:
     name = "reference"
     is_capturable = False
+    reads_packed_experts = False
 
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return F.linear(x_TI, weight_OI).to(dtype or weight_OI.dtype)
@@ -78,6 +79,3 @@ class ReferenceKernels:
         ids_TK, weights_TK = reference.route(logits_TE, bias_E, top_k, normalize, scale)
         ids_TK = reference.local_ids(ids_TK, local_experts, num_tokens_1)
         return ids_TK, weights_TK, reference.silu_mul(F.linear(x_TD, weight[num_experts:]))
-
-    def expert_storage(self, stored: str) -> str:
-        return stored

@@ -15,10 +15,13 @@ import torch
 
 
 class Kernels(Protocol):
-    """is_capturable: no operation reads anything back to the host, so a step may be captured in a CUDA graph."""
+    """is_capturable: no operation reads anything back to the host, so a step may be captured in a CUDA graph.
+    reads_packed_experts: INT4 experts stay packed where their shape allows it.
+    """
 
     name: str
     is_capturable: bool
+    reads_packed_experts: bool
 
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x times weight transposed, [T, O], in `dtype` or the weight's."""
@@ -74,9 +77,6 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x times [router | shared gate | shared up]: local expert ids [T, K] (-1 = not here, or a padding row),
         weights float32 [T, K], and the shared expert's activation [T, S]."""
-
-    def expert_storage(self, stored: str) -> str:
-        """The key of EXPERT_STORAGE that holds experts stored as `stored` in the form these kernels read."""
 
 
 def _reference() -> Kernels:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from engine.comm.parallel_state import ParallelState
@@ -17,6 +16,8 @@ from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
 from engine.weights import TensorHeader, TensorSpec
 
 GROUP_SIZE = 32
+PACKED_COLUMNS = 128  # columns of a packed tile
+_Sink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class FloatExperts(nn.Module):
@@ -40,15 +41,14 @@ class FloatExperts(nn.Module):
         x_TD: torch.Tensor,
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        shared_TS: torch.Tensor | None = None,
-        shared_down_DS: torch.Tensor | None = None,
+        shared_act_TI: torch.Tensor | None = None,
+        shared_down_DI: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Weighted sum of the local experts of each row (id -1 = none), float32 [T, D], partial over ranks.
 
-        The shared expert's output is added where its activation and its second weight are given.
+        Where the shared expert's activation and down matrix are given, their product is added.
         """
-        out_TD = reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
-        return out_TD if shared_TS is None else out_TD + F.linear(shared_TS, shared_down_DS)
+        return reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down, shared_act_TI, shared_down_DI)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         """Keys are prefix + "{expert}.{gate,up,down}_proj" + what the storage adds; all ranks' experts are listed."""
@@ -88,7 +88,7 @@ class Int4Experts(FloatExperts):
         if width % GROUP_SIZE:
             raise ValueError(f"{name}: {width} input columns are not whole groups of {GROUP_SIZE}.")
         packed_part = scale_part = shape_part = None
-        unpacker = _Unpacker((out, width), target)
+        unpacker = _Unpacker((out, width), self._sink(target))
         if target is not None:
             packed_part = self._part(is_down, _divided(self.columns, 8) if is_down else self.columns)
             scale_part = self._part(is_down, _divided(self.columns, GROUP_SIZE) if is_down else self.columns)
@@ -99,12 +99,72 @@ class Int4Experts(FloatExperts):
             f"{name}.weight_shape": TensorSpec((2,), ("I32", "I64"), shape_part, unpacker.shape),
         }
 
+    def _sink(self, target: torch.Tensor | None) -> _Sink:
+        """What takes a weight's words and scales once both are read."""
+
+        def expand(packed: torch.Tensor, scale: torch.Tensor) -> None:
+            target.copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
+
+        return expand
+
+
+class PackedInt4Experts(Int4Experts):
+    """Pack-quantized experts that stay packed, in the tiles of the Triton kernels; bfloat16 activations on a GPU."""
+
+    group_size = PACKED_COLUMNS
+    is_capturable = True
+
+    def __init__(self, num_experts: int, width: int, expert_width: int, parallel: ParallelState, dtype: torch.dtype):
+        nn.Module.__init__(self)
+        # Imported here so that no machine needs Triton before it has a GPU.
+        from engine.kernels.gpu import experts as kernels
+
+        if dtype != torch.bfloat16:
+            raise ValueError(f"packed experts multiply bfloat16, not {dtype}; use the expanded storage.")
+        self._kernels = kernels
+        self.num_experts, self.width, self.expert_width = num_experts, width, expert_width
+        self.local = parallel.expert_range(num_experts)
+        self.columns = parallel.expert_columns(expert_width, self.group_size)
+        size = self.columns.stop - self.columns.start
+        packed = kernels.empty_experts(len(self.local), width, size, parallel.device)
+        for name, tensor in vars(packed).items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.packed = packed
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        shared_act_TI: torch.Tensor | None = None,
+        shared_down_DI: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._kernels.int4_experts(x_TD, ids_TK.int(), weights_TK, self.packed, shared_act_TI, shared_down_DI)
+
+    def _target(self, name: str, index: int) -> tuple[str, int]:
+        return name, index
+
+    def _sink(self, target: tuple[str, int] | None) -> _Sink:
+        def pack(packed: torch.Tensor, scale: torch.Tensor) -> None:
+            name, index = target
+            if name == "down_proj":
+                self._kernels.put_down(self.packed, index, packed, scale)
+            else:
+                self._kernels.put_gate_or_up(self.packed, index, name == "up_proj", packed, scale)
+
+        return pack
+
+
+def packs(width: int, expert_width: int, parallel: ParallelState) -> bool:
+    """Whether this rank's part of such experts is whole packed tiles."""
+    return width % PACKED_COLUMNS == 0 and expert_width % (PACKED_COLUMNS * parallel.expert_tp) == 0
+
 
 class _Unpacker:
-    """Collects the two halves of one weight, in whatever order they are read, and expands it into its target."""
+    """Collects the two halves of one weight, in whatever order they are read, and hands them to its sink."""
 
-    def __init__(self, shape: tuple[int, int], target: torch.Tensor | None):
-        self._shape, self._target = shape, target
+    def __init__(self, shape: tuple[int, int], sink: _Sink):
+        self._shape, self._sink = shape, sink
         self._packed: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
 
@@ -122,7 +182,7 @@ class _Unpacker:
 
     def _expand(self) -> None:
         if self._packed is not None and self._scale is not None:
-            self._target.copy_(reference.unpack_int4(self._packed, self._scale, GROUP_SIZE))
+            self._sink(self._packed, self._scale)
             self._packed = self._scale = None
 
 
@@ -134,7 +194,11 @@ def _nothing(value: torch.Tensor) -> None:
     raise AssertionError("a tensor of another rank was read")
 
 
-EXPERT_STORAGE: dict[str, Callable[..., FloatExperts]] = {"float": FloatExperts, "int4": Int4Experts}
+EXPERT_STORAGE: dict[str, Callable[..., FloatExperts]] = {
+    "float": FloatExperts,
+    "int4": Int4Experts,
+    "packed_int4": PackedInt4Experts,
+}
 
 
 def detect_storage(tensors: dict[str, TensorHeader]) -> str:

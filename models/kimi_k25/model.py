@@ -156,8 +156,10 @@ class KimiModel(nn.Module):
     @property
     def step_parts(self) -> dict[str, Any]:
         """What decides whether a step may be captured, each with `is_capturable`."""
-        experts = [layer.feed_forward.experts for layer in self.layers if hasattr(layer.feed_forward, "experts")][:1]
-        return {"kernels": self.kernels, "attention backend": self.backend} | {"expert storage": e for e in experts}
+        parts = {"kernels": self.kernels, "attention backend": self.backend}
+        if isinstance(self.layers[-1].feed_forward, MoEFeedForward):
+            parts["expert storage"] = self.layers[-1].feed_forward.experts
+        return parts
 
     @property
     def cache_width(self) -> int:

@@ -10,7 +10,7 @@ from engine.attention.backend import AttentionBackend
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
-from engine.layers.quant import detect_storage
+from engine.layers.quant import detect_storage, packs
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
 from models.kimi_k25.config import KimiConfig
@@ -43,7 +43,7 @@ def load_model(
             dtype,
             backend=backend,
             kernels=kernels,
-            expert_storage=kernels.expert_storage(storage),
+            expert_storage=_held_as(storage, config, parallel, kernels),
             shards_tokens=shards_tokens,
         )
 
@@ -52,6 +52,12 @@ def load_model(
     model = build("int4" if config.is_quantized else "float")
     fill_dummy(model, dummy_seed)
     return model
+
+
+def _held_as(stored: str, config: KimiConfig, parallel: ParallelState, kernels: Kernels) -> str:
+    """The storage for experts that are `stored` as such: packed ones stay so where the kernels can read them."""
+    fits = packs(config.hidden_size, config.moe_intermediate_size, parallel)
+    return "packed_int4" if stored == "int4" and kernels.reads_packed_experts and fits else stored
 
 
 def _load_checkpoint(

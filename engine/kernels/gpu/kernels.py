@@ -14,6 +14,7 @@ from engine.kernels.gpu import dense, latent, norm, route
 class TritonKernels:
     name = "triton"
     is_capturable = True
+    reads_packed_experts = True
 
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         if _is_small(x_TI):
@@ -77,9 +78,6 @@ class TritonKernels:
         else:  # float32 here too: logits rounded to bfloat16 would reorder experts
             parts = torch.mm(x_TD, weight.t(), out_dtype=torch.float32).unsqueeze(0)
         return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype)
-
-    def expert_storage(self, stored: str) -> str:
-        return "int4_packed" if stored == "int4" else stored
 
 
 def _is_small(x_TI: torch.Tensor) -> bool:

@@ -191,13 +191,9 @@ def test_attention_over_a_paged_cache_equals_the_naive_form(name, seq_lens, quer
         start += count
 
 
-@pytest.mark.parametrize("name", ["reference"])
-def test_store_writes_its_slots_and_nothing_else(name):
-    cache = torch.full((3, BLOCK, 6), 7.0)
-    nothing = torch.zeros(2, dtype=torch.int64)
-    batch = ForwardBatch(nothing, nothing, torch.tensor([BLOCK + 1, 2 * BLOCK]), nothing, [2], [2], None)
-    rows = rand(2, 6)
-    ATTENTION_BACKENDS[name]().store(cache, rows, batch)
+def test_store_writes_its_slots_and_nothing_else():
+    cache, rows = torch.full((3, BLOCK, 6), 7.0), rand(2, 6)
+    reference.store_latent(cache, rows, torch.tensor([BLOCK + 1, 2 * BLOCK]))
     expected = torch.full((3, BLOCK, 6), 7.0)
     expected[1, 1], expected[2, 0] = rows
     assert torch.equal(cache, expected)

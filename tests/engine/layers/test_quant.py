@@ -45,14 +45,14 @@ def fill(storage: str, parallel: ParallelState, order=lambda names: names):
 
 
 @pytest.mark.parametrize("order", [list, lambda names: names[::-1], lambda names: sorted(names, key=lambda n: n[::-1])])
-@pytest.mark.parametrize("storage", EXPERT_STORAGE)
+@pytest.mark.parametrize("storage", ["float", "int4"])
 def test_one_rank_holds_the_whole_whatever_the_order_of_the_files(storage, order):
     experts = fill(storage, ParallelState(), order)
     assert torch.equal(experts.gate_up, GATE_UP) and torch.equal(experts.down, DOWN)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("storage", EXPERT_STORAGE)
+@pytest.mark.parametrize("storage", ["float", "int4"])
 def test_ranks_partials_sum_to_the_whole(storage, tp, ep):
     generator = torch.Generator().manual_seed(1)
     x, weights = torch.randn(9, WIDTH, generator=generator), torch.rand(9, 2, generator=generator)
@@ -90,3 +90,27 @@ def test_the_storage_is_told_by_the_tensors():
             detect_storage(headers(f"a.mlp.experts.0.up_proj.{stored}", "a.mlp.gate_proj.weight_scale_inv"))
     with pytest.raises(ValueError, match="FP8"):
         detect_storage(headers("a.mlp.experts.0.up_proj.weight", dtype="F8_E4M3"))
+
+
+def test_packed_experts_hold_the_same_whatever_the_order_of_the_files():
+    pytest.importorskip("triton")
+    width, inner = 128, 256
+    matrices = {}
+    for parallel in (ParallelState(), ParallelState(rank=1, tp=2)):
+        experts = EXPERT_STORAGE["packed_int4"](2, width, inner, parallel, torch.bfloat16)
+        specs = experts.specs("")
+        for name in sorted(specs, key=lambda n: n[::-1]):
+            key, _, kind = name.rpartition(".")
+            shape = (width, inner) if "down" in key else (inner, width)
+            q, scale = matrices.setdefault(key, quantize_int4(torch.randn(shape)))
+            whole = {"weight_packed": pack_int4(q), "weight_scale": scale, "weight_shape": torch.tensor(shape)}[kind]
+            specs[name].store(whole[specs[name].part])
+        gate_up, down = experts._kernels.expanded(experts.packed)
+        for index in range(2):
+            gate, up, out = (
+                reference.unpack_int4(pack_int4(matrices[f"{index}.{n}_proj"][0]), scale.bfloat16()).bfloat16()
+                for n in ("gate", "up", "down")
+                for scale in (matrices[f"{index}.{n}_proj"][1],)
+            )
+            assert torch.equal(gate_up[index], torch.cat((gate[experts.columns], up[experts.columns])))
+            assert torch.equal(down[index], out[:, experts.columns])

@@ -1,0 +1,137 @@
+"""The logic of the INT4 expert kernels under Triton's interpreter, in a child process that has it switched on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels import reference
+from tests.triton_interpreter import allow_scalar_arrays
+
+pytest.importorskip("triton")
+from tests.int4_experts import random_experts, random_routing
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
+if INTERPRETED:
+    allow_scalar_arrays()
+EXPERTS, WIDTH, INNER, TOP_K, SHARED = 3, 256, 128, 2, 64
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "failed" not in done.stdout
+
+
+class Case:
+    """Inputs of `rows` rows; `ids` as routed, or those given."""
+
+    def __init__(self, rows: int, inner: int = INNER, ids: torch.Tensor | None = None):
+        generator = torch.Generator().manual_seed(rows)
+        self.packed = random_experts(EXPERTS, WIDTH, inner, generator)
+        self.x = torch.randn(rows, WIDTH, generator=generator).bfloat16()
+        self.ids, self.weights = random_routing(rows, TOP_K, EXPERTS + 2, EXPERTS, generator)
+        if ids is not None:
+            self.ids = ids
+        self.shared_act = torch.randn(rows, SHARED, generator=generator).bfloat16()
+        self.shared_down = (torch.randn(WIDTH, SHARED, generator=generator) / 8).bfloat16()
+
+    def run(self, monkeypatch, rows: int | None = None, shared: bool = True, **settings) -> torch.Tensor:
+        """The kernels on the first `rows` rows, everything they allocate poisoned."""
+        from engine.kernels.gpu import experts, experts_plan
+
+        def poisoned(*shape, **options) -> torch.Tensor:
+            shape = shape[0] if isinstance(shape[0], tuple) else shape
+            bad = float("nan") if options["dtype"].is_floating_point else 1 << 20
+            return torch.full(shape, bad, **options)
+
+        for module in (experts, experts_plan):
+            monkeypatch.setattr(module.torch, "empty", poisoned)
+        config = experts.choose_config(self.x.shape[0], WIDTH, self.packed.expert_width, 1 << 20)
+        rest = (self.shared_act[:rows], self.shared_down) if shared else ()
+        inputs = (self.x[:rows], self.ids[:rows], self.weights[:rows])
+        out = experts.int4_experts(*inputs, self.packed, *rest, config=replace(config, **settings))
+        monkeypatch.undo()
+        return out
+
+    def expected(self, shared: bool = True) -> torch.Tensor:
+        from engine.kernels.gpu.experts import expanded
+
+        gate_up, down = (w.float() for w in expanded(self.packed))
+        rest = (self.shared_act.float(), self.shared_down.float()) if shared else ()
+        return reference.experts(self.x.float(), self.ids.long(), self.weights, gate_up, down, *rest)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 17, 66])
+def test_like_the_twin(rows, monkeypatch):
+    case = Case(rows)
+    assert relative_error(case.run(monkeypatch), case.expected()) < 1e-2
+
+
+@interpreted
+@pytest.mark.parametrize("settings", [{"stream": 0, "fuse_sum": 0}, {"splits": 1}, {"stream": 2, "fuse_sum": 0}])
+def test_every_way_gives_the_same(settings, monkeypatch):
+    case = Case(2, inner=256)
+    actual = case.run(monkeypatch, shared=False, **settings)
+    assert relative_error(actual, case.expected(shared=False)) < 1e-2
+    if "splits" not in settings:
+        assert torch.equal(actual, case.run(monkeypatch, shared=False))
+
+
+@interpreted
+def test_one_expert_takes_all_rows_and_others_none(monkeypatch):
+    ids = torch.full((20, TOP_K), -1, dtype=torch.int32)
+    ids[:, 1] = 3
+    case = Case(20, ids=ids)
+    assert relative_error(case.run(monkeypatch), case.expected()) < 1e-2
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [4])
+def test_padding_rows_are_zero_and_change_nothing(rows, monkeypatch):
+    case = Case(rows)
+    case.ids[rows - 2 :] = -1
+    out = case.run(monkeypatch, shared=False)
+    assert torch.equal(out[rows - 2 :], torch.zeros(2, WIDTH))
+    assert torch.equal(out[: rows - 2], case.run(monkeypatch, rows=rows - 2, shared=False))
+
+
+@interpreted
+def test_nobody_is_here(monkeypatch):
+    case = Case(2, ids=torch.full((2, TOP_K), -1, dtype=torch.int32))
+    assert not case.run(monkeypatch, shared=False).any()
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 9, 33, 70])
+def test_plan_holds_every_pair_once(rows):
+    from engine.kernels.gpu.experts_plan import plan_blocks
+
+    case = Case(rows)
+    plan = plan_blocks(case.ids, case.weights, EXPERTS, 16, 2)
+    num_blocks = plan.num_blocks.item()
+    experts, slots = plan.block_experts[:num_blocks], plan.rows[:num_blocks]
+    assert torch.equal(experts, experts.sort().values) and not plan.counters.any()
+    found = sorted(
+        (s // TOP_K, e) for e, row in zip(experts.tolist(), slots.tolist(), strict=True) for s in row if s >= 0
+    )
+    assert found == sorted((t, e) for t, row in enumerate(case.ids.tolist()) for e in row if e >= 0)
+    for token, expert in found:
+        slot = token * TOP_K + sum(0 <= other < expert for other in case.ids[token].tolist())
+        assert plan.slot_weights[slot] == case.weights[token][case.ids[token] == expert].item()
