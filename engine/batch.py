@@ -27,7 +27,7 @@ class ForwardBatch:
 
     On the device, for kernels that are captured in graphs, where the host lists are empty:
     query_starts_N1: int32 [N + 1], first token of each sequence, then their number; seq_lens_N: int32 [N], 0 for
-    padding; num_tokens_1: int32 [1], tokens from there on are padding; max_query_len: an upper bound of the query lengths.
+    padding; num_tokens_1: int32 [1], tokens from there on are padding; max_query_len: a bound of the query lengths.
     """
 
     token_ids_T: torch.Tensor

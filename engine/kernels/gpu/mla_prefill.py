@@ -39,7 +39,8 @@ def config_for(capability: tuple[int, int]) -> PrefillConfig:
 @triton.jit
 def _tile(
     q_QD, q_QR, acc_QV, top, denominator, nope_rows, rope_rows, value_rows, tile_start, num_keys, queries_at,
-    scale_log2, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    scale_log2, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: online softmax in powers of two."""
     keys = tl.arange(0, KEYS)

@@ -92,7 +92,8 @@ def test_a_row_is_the_same_alone_and_folded_in_any_batch(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize(
-    "settings", [{"tokens": 8}, {"programs": 2}, {"merge_rows": 2, "merge_values": 8}, {"partial": torch.float32}]
+    "settings",
+    [{"tokens": 8}, {"tma": True}, {"programs": 2}, {"merge_rows": 2, "merge_values": 8}, {"partial": torch.float32}],
 )
 def test_every_setting_gives_the_same_function(settings, monkeypatch):
     case = decode_case([2, 1, 1], [100, 7, 280], heads=4, index_dtype=torch.int32, **SMALL)
@@ -159,12 +160,12 @@ def test_the_layer_takes_short_and_long_requests_in_any_order():
     batch = batch_of(table, chunks)
     cache = torch.randn(18, 4, 576, generator=generator)
     x = torch.randn(len(batch.positions_T), 32, generator=generator)
-    results = []
+    results = {}
     for name in ("reference", "triton"):
         with torch.inference_mode():
             backend = ATTENTION_BACKENDS[name]()
-            results.append((mla(x, rotary(batch.positions_T), cache.clone(), batch, backend), backend))
-    assert relative_error(results[1][0], results[0][0]) < 1e-4
+            results[name] = mla(x, rotary(batch.positions_T), cache.clone(), batch, backend)
+    assert relative_error(results["triton"], results["reference"]) < 3e-3, "the splits' sums are bfloat16"
 
 
 @interpreted
