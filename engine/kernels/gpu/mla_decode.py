@@ -329,7 +329,8 @@ def mla_decode(
         q_THX, cache, *_sources(cache, latent, tile, config.tma), block_table_NB, query_starts_N1, seq_lens_N,
         partial, lse, block_table_NB.stride(0), requests, scale * 1.4426950408889634,
         H=heads, C=latent, R=width - latent, PAGE=page, ROWS=rows, TOKENS=tile,
-        STAGES=config.stages, EARLY=config.early, TMA=config.tma, **splits, num_warps=warps, maxnreg=config.max_registers, **options,
+        STAGES=config.stages, EARLY=config.early, TMA=config.tma, **splits,
+        num_warps=warps, maxnreg=config.max_registers, **options,
     )  # fmt: skip
     values = min(config.merge_values, w_v_HVC.shape[1])
     _merge[(triton.cdiv(tokens, config.merge_rows), heads, w_v_HVC.shape[1] // values)](

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from engine.attention.backend import ATTENTION_BACKENDS
-from engine.batch import ForwardBatch
 from engine.kernels import reference
 from engine.layers.rotary import RopeParameters, RotaryEmbedding
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
-from tests.mla_layer import batch_of, build
+from tests.mla_layer import batch_of, batch_with, build
 from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
@@ -119,17 +117,11 @@ def test_many_query_heads_take_several_row_tiles(monkeypatch):
 def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
     """(q, the chunks' rows, cache with what comes before them, batch, kv_b) of 2 heads, nope 16, rope 16, latent 32."""
     case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
-    starts = [0, *itertools.accumulate(query_lens)]
     rows = [
         case.cache[case.block_table_NB[n, : -(-length // 16)]].flatten(0, 1)[length - count : length]
         for n, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True))
     ]
-    nothing = torch.zeros(starts[-1], dtype=torch.int64)
-    batch = ForwardBatch(
-        nothing, nothing, nothing, case.block_table_NB, query_lens, seq_lens, None,
-        torch.tensor(starts, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32),
-        torch.tensor([starts[-1]], dtype=torch.int32), max(query_lens),
-    )  # fmt: skip
+    batch = batch_with(case.block_table_NB, query_lens, seq_lens)
     return case.q_THX[..., :32].contiguous(), torch.cat(rows), case.cache, batch, case.kv_b_HXC.flatten(0, 1)
 
 
