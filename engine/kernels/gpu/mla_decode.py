@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.gpu import mla_decode_hopper
 from engine.kernels.gpu.pdl import launch_options, prefetch_rows, start, wait
 
 MAX_QUERY_LEN = 16
@@ -30,14 +31,16 @@ MAX_QUERY_LEN = 16
 class DecodeConfig:
     """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others do not.
 
-    tokens: keys a tile, a divisor of the page; tma: whole tiles come by the tensor memory accelerator; stages: tiles in
-    flight; max_rows: heads x query tokens that one program takes at most; programs: resident programs an SM;
-    max_registers: of a thread, or None; min_split: fewest keys a split, a multiple of 64; partial: type of the splits'
-    sums; early: the first page is brought into L2 before the previous kernel ends, which asks that none of the step's
-    kernels writes lengths or block tables; merge_values, merge_rows, merge_splits: value columns and rows a program of
-    the merge, splits it reads at once.
+    hopper: the Gluon kernel of mla_decode_hopper where the shape fits it, which ignores tokens, tma, warps and
+    max_registers. tokens: keys a tile, a divisor of the page; tma: whole tiles come by the tensor memory accelerator;
+    stages: tiles in flight; max_registers: of a thread, or None; max_rows: heads x query tokens that one program takes
+    at most; programs: resident programs an SM; min_split: fewest keys a split, a multiple of 64; partial: type of the
+    splits' sums; early: tables, lengths and, in the Gluon kernel, keys of earlier steps are read before the previous
+    kernel ends, which asks that none of the kernels just before writes lengths or block tables; merge_values,
+    merge_rows, merge_splits: value columns and rows a program of the merge, splits it reads at once.
     """
 
+    hopper: bool = False
     tokens: int = 64
     tma: bool = False
     stages: int = 2
@@ -318,20 +321,24 @@ def mla_decode(
     if width != cache.shape[2] or not q_THX.is_contiguous() or not cache.is_contiguous() or w_v_HVC.stride(2) != 1:
         raise ValueError("queries, cache and W_UV must be contiguous rows of one width; make them so before the call")
     options = launch_options(q_THX.device)
-    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 16)}
+    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 32)}
     partial = torch.empty(tokens, heads, config.max_splits, latent, dtype=config.partial, device=q_THX.device)
     lse = torch.empty(tokens, heads, config.max_splits, dtype=torch.float32, device=q_THX.device)
     out_THV = torch.empty(tokens, heads, w_v_HVC.shape[1], dtype=q_THX.dtype, device=q_THX.device)
     rows, warps = _attend_shape(config, heads * max_query_len)
-    tile = min(config.tokens, page)
     programs = min(requests * config.max_splits, _num_sms(q_THX.device) * config.programs)
-    _attend[(programs, triton.cdiv(heads * max_query_len, rows))](
-        q_THX, cache, *_sources(cache, latent, tile, config.tma), block_table_NB, query_starts_N1, seq_lens_N,
-        partial, lse, block_table_NB.stride(0), requests, scale * 1.4426950408889634,
-        H=heads, C=latent, R=width - latent, PAGE=page, ROWS=rows, TOKENS=tile,
-        STAGES=config.stages, EARLY=config.early, TMA=config.tma, **splits,
-        num_warps=warps, maxnreg=config.max_registers, **options,
-    )  # fmt: skip
+    grid = (programs, triton.cdiv(heads * max_query_len, rows))
+    arguments = (block_table_NB, query_starts_N1, seq_lens_N, partial, lse)
+    arguments += (block_table_NB.stride(0), requests, scale * 1.4426950408889634)
+    constants = {"H": heads, "C": latent, "R": width - latent, "ROWS": rows, "EARLY": config.early} | splits
+    if config.hopper and page == 64 and latent % 64 == 0 and width - latent == 64 and q_THX.dtype == torch.bfloat16:
+        mla_decode_hopper.launch(grid, q_THX, cache, arguments, constants | {"STAGES": config.stages}, options)
+    else:
+        tile = min(config.tokens, page)
+        _attend[grid](
+            q_THX, cache, *_sources(cache, latent, tile, config.tma), *arguments, **constants, PAGE=page, TOKENS=tile,
+            STAGES=config.stages, TMA=config.tma, num_warps=warps, maxnreg=config.max_registers, **options,
+        )  # fmt: skip
     values = min(config.merge_values, w_v_HVC.shape[1])
     _merge[(triton.cdiv(tokens, config.merge_rows), heads, w_v_HVC.shape[1] // values)](
         partial, lse, w_v_HVC, query_starts_N1, seq_lens_N, out_THV, tokens, requests,
@@ -342,7 +349,7 @@ def mla_decode(
 
 
 ATTEND_SIGNATURE = {
-    "q_ptr": "*bf16", "cache_ptr": "*bf16", "table_ptr": "*i64", "starts_ptr": "*i32", "lens_ptr": "*i32",
+    "q_ptr": "*bf16", "table_ptr": "*i64", "starts_ptr": "*i32", "lens_ptr": "*i32",
     "partial_ptr": "*bf16", "lse_ptr": "*fp32", "table_stride": "i32", "num_requests": "i32", "scale_log2": "fp32",
 }  # fmt: skip
 MERGE_SIGNATURE = {
@@ -363,19 +370,17 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
     cases = []
     for heads, query_len in ((8, 1), (8, 4), (64, 4)):
         rows, warps = _attend_shape(config, heads * query_len)
-        shape = {"H": heads, "C": 512, "R": 64, "PAGE": 64, "ROWS": rows, "TOKENS": config.tokens}
-        constants = shape | {"STAGES": config.stages, "EARLY": config.early, "TMA": config.tma} | splits
+        shape = {"H": heads, "C": 512, "R": 64, "ROWS": rows}
+        constants = shape | {"STAGES": config.stages, "EARLY": config.early} | splits
+        name = f"attend {heads}x{query_len}"
+        if config.hopper:
+            cases.append(mla_decode_hopper.compile_case(name, ATTEND_SIGNATURE, constants))
+            continue
+        constants |= {"PAGE": 64, "TOKENS": config.tokens, "TMA": config.tma}
         sources = [f"tensordesc<bf16[{config.tokens},{n}]>" if config.tma else "*bf16" for n in (512, 64)]
-        signature = ATTEND_SIGNATURE | dict(zip(("latent_source", "rope_source"), sources, strict=True))
-        cases.append(
-            (
-                f"attend {heads}x{query_len}",
-                _attend,
-                signature,
-                constants,
-                {"num_warps": warps, "maxnreg": config.max_registers},
-            )
-        )
+        signature = ATTEND_SIGNATURE | {"cache_ptr": "*bf16"}
+        signature |= dict(zip(("latent_source", "rope_source"), sources, strict=True))
+        cases.append((name, _attend, signature, constants, {"num_warps": warps, "maxnreg": config.max_registers}))
     shape = {"H": 8, "C": 512, "V": 128, "VALUES": config.merge_values, "ROWS": config.merge_rows}
     constants = shape | {"SPLITS": config.merge_splits} | splits
     cases.append(("merge", _merge, MERGE_SIGNATURE, constants, {"num_warps": 8}))
