@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.gpu import mla_decode_hopper
+from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.pdl import launch_options, prefetch_rows, start, wait
 
 MAX_QUERY_LEN = 16
@@ -95,7 +96,7 @@ def _tile(latent_KC, rope_KR, q_RC, q_RR, acc_CR, top, denominator, visible, sca
     return acc_CR, new_top, denominator
 
 
-@triton.jit
+@triton.jit(**SPECIALIZATION)
 def _attend(
     q_ptr,
     cache_ptr,
@@ -204,7 +205,7 @@ def _attend(
             tl.store(lse_ptr + places, top + tl.log2(denominator), mask=wanted)
 
 
-@triton.jit
+@triton.jit(**SPECIALIZATION)
 def _merge(
     partial_ptr,
     lse_ptr,

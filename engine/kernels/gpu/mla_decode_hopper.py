@@ -21,6 +21,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from engine.kernels.gpu.pdl import start, wait
 
 TOKENS = 64
+# One binary whatever the batch: its size, its tables' width and where they lie do not make another.
+SPECIALIZATION = {
+    "do_not_specialize": ["table_stride", "num_requests", "num_tokens"],
+    "do_not_specialize_on_alignment": ["table_ptr", "starts_ptr", "lens_ptr"],
+}
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -95,7 +100,7 @@ def _next_tile(
     return ahead, token, stop, table, new_from, page
 
 
-@gluon.jit
+@gluon.jit(**SPECIALIZATION)
 def _attend(
     q_ptr,
     latent_desc,
