@@ -22,10 +22,10 @@ class ForwardBatch:
 
     token_ids_T, positions_T, slots_T: int64; a slot is block * block_size + offset in the KV cache.
     block_table_NB: int64, rows padded with block 0, which no sequence owns.
-    query_lens, seq_lens: host lists of N ints, the tokens of this step and all tokens up to and including them; None
-    in a captured step, whose lengths are known on the device alone.
+    query_lens, seq_lens: host lists of N ints, the tokens of this step and all tokens up to and including them;
+    None in a captured step, whose lengths are known on the device alone.
     dispatcher: which rank holds which tokens between attention and attention, chosen for this step.
-    query_starts_N1: int32 [N + 1], where each sequence's rows begin, and their end.
+        query_starts_N1: int32 [N + 1], where each sequence's rows begin, and their end.
     seq_lens_N: int32 [N]; 0 for a padding sequence.
     num_tokens_1: int32 [1]; rows at or beyond it are padding.
     max_query_len: no sequence has more rows in this step.

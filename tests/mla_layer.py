@@ -48,18 +48,32 @@ def batch_of(table, chunks: list[tuple[int, int, int]]) -> ForwardBatch:
     """chunks: (sequence, start, stop)."""
     positions = [p for _, start, stop in chunks for p in range(start, stop)]
     slots = [table[n][p // BLOCK] * BLOCK + p % BLOCK for n, start, stop in chunks for p in range(start, stop)]
-    query_lens, seq_lens = [stop - start for _, start, stop in chunks], [stop for _, _, stop in chunks]
     width = max(len(table[n]) for n, _, _ in chunks)
+    rows = torch.tensor([table[n] + [0] * (width - len(table[n])) for n, _, _ in chunks])
+    batch = batch_with(rows, [stop - start for _, start, stop in chunks], [stop for _, _, stop in chunks])
+    batch.positions_T, batch.slots_T = torch.tensor(positions), torch.tensor(slots)
+    return batch
+
+
+def batch_with(block_table_NB: torch.Tensor, query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
+    """What attention needs of a batch; token ids, positions and slots are zeros."""
+    starts = [0, *itertools.accumulate(query_lens)]
+    device = block_table_NB.device
+    nothing = torch.zeros(starts[-1], dtype=torch.int64, device=device)
+
+    def int32(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     return ForwardBatch(
-        torch.zeros(len(positions), dtype=torch.int64),
-        torch.tensor(positions),
-        torch.tensor(slots),
-        torch.tensor([table[n] + [0] * (width - len(table[n])) for n, _, _ in chunks]),
+        nothing,
+        nothing,
+        nothing,
+        block_table_NB,
         query_lens,
         seq_lens,
         None,
-        torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
-        torch.tensor(seq_lens, dtype=torch.int32),
-        torch.tensor([len(positions)], dtype=torch.int32),
+        int32(starts),
+        int32(seq_lens),
+        int32(starts[-1:]),
         max(query_lens),
     )

@@ -14,9 +14,11 @@ from engine.batch import ForwardBatch
 
 
 class AttentionBackend(Protocol):
-    """max_absorbed_query_len: requests with more query tokens in a step go to `prefill`; None sends all to `attend`."""
+    """is_capturable: `attend` may be captured in a CUDA graph. max_absorbed_query_len: requests with more query tokens
+    go to `prefill`; None sends all to `attend`."""
 
     name: str
+    is_capturable: bool
     max_absorbed_query_len: int | None
 
     def attend(

@@ -12,6 +12,7 @@ class ReferenceAttention:
     """All requests in the absorbed form, whatever their number of query tokens."""
 
     name = "reference"
+    is_capturable = False
     max_absorbed_query_len: int | None = None
 
     def attend(

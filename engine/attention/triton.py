@@ -14,6 +14,7 @@ class TritonAttention:
     """context_tokens: cached keys that a chunk expands at once; bounds the memory of a prefill."""
 
     name = "triton"
+    is_capturable = True
     max_absorbed_query_len: int | None = MAX_QUERY_LEN
 
     def __init__(self, context_tokens: int = 16384):

@@ -19,7 +19,10 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.gpu import mla_decode_hopper
+from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.pdl import launch_options, prefetch_rows, wait
 
 MAX_QUERY_LEN = 16
@@ -29,17 +32,22 @@ MAX_QUERY_LEN = 16
 class DecodeConfig:
     """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others do not.
 
-    tokens: keys a tile, a divisor of the page; stages: tiles in flight; max_rows: heads x query tokens that one program
-    takes at most; programs: resident programs an SM;
-    min_split: fewest keys a split, a multiple of 64; partial: type of the splits' sums; early: pages are brought into
-    L2 before the previous kernel ends, which asks that none of the step's kernels writes lengths or block tables;
-    merge_values, merge_rows, merge_splits: value columns and rows a program of the merge, splits it reads at once.
+    hopper: the Gluon kernel of mla_decode_hopper where the shape fits it, which ignores tokens, tma, warps and
+    max_registers. tokens: keys a tile, a divisor of the page; tma: whole tiles come by the tensor memory accelerator;
+    stages: tiles in flight; max_registers: of a thread, or None; max_rows: heads x query tokens that one program takes
+    at most; programs: resident programs an SM; min_split: fewest keys a split, a multiple of 64; partial: type of the
+    splits' sums; early: tables, lengths and, in the Gluon kernel, keys of earlier steps are read before the previous
+    kernel ends, which asks that none of the kernels just before writes lengths or block tables; merge_values,
+    merge_rows, merge_splits: value columns and rows a program of the merge, splits it reads at once.
     """
 
+    hopper: bool = False
     tokens: int = 64
+    tma: bool = False
     stages: int = 2
     warps: int = 4
     max_rows: int = 64
+    max_registers: int | None = None
     programs: int = 1
     min_split: int = 64
     max_splits: int = 64
@@ -75,9 +83,25 @@ def _num_units(query_len, seq_len, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.const
 
 
 @triton.jit
+def _tile(latent_KC, rope_KR, q_RC, q_RR, acc_CR, top, denominator, visible, scale_log2):
+    """One tile of keys: online softmax in powers of two."""
+    scores = tl.dot(latent_KC, tl.trans(q_RC))
+    scores = tl.dot(rope_KR, tl.trans(q_RR), scores)
+    scores = tl.where(visible, scores * scale_log2, -1e30)
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    probs = tl.exp2(scores - new_top[None, :])
+    shrink = tl.exp2(top - new_top)
+    denominator = denominator * shrink + tl.sum(probs, 0)
+    acc_CR = tl.dot(tl.trans(latent_KC), probs.to(latent_KC.dtype), acc_CR * shrink[None, :])
+    return acc_CR, new_top, denominator
+
+
+@triton.jit(**SPECIALIZATION)
 def _attend(
     q_ptr,
     cache_ptr,
+    latent_source,
+    rope_source,
     table_ptr,
     starts_ptr,
     lens_ptr,
@@ -97,6 +121,7 @@ def _attend(
     MAX_SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
     EARLY: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries."""
@@ -151,23 +176,25 @@ def _attend(
             denominator = tl.zeros([ROWS], tl.float32)
             acc_CR = tl.zeros([C, ROWS], tl.float32)
             stop = tl.minimum(stop, (split + 1) * size)
-            for t in tl.range(split * size, stop, TOKENS, num_stages=STAGES):
+            begin = split * size
+            whole_stop = begin
+            if TMA:  # pages are whole tiles but for the last, whose unwritten rows may hold anything
+                whole_stop += (stop - begin) // TOKENS * TOKENS
+                for t in tl.range(begin, whole_stop, TOKENS, num_stages=STAGES):
+                    first = tl.load(table_row + t // PAGE).to(tl.int32) * PAGE + t % PAGE
+                    acc_CR, top, denominator = _tile(
+                        latent_source.load([first, 0]), rope_source.load([first, C]), q_RC, q_RR, acc_CR, top,
+                        denominator, (t + tokens)[:, None] < row_lens[None, :], scale_log2,
+                    )  # fmt: skip
+            for t in tl.range(whole_stop, stop, TOKENS, num_stages=1 if TMA else STAGES):
                 page = tl.load(table_row + t // PAGE).to(tl.int64)
                 key_rows = cache_ptr + page * (PAGE * (C + R)) + (t % PAGE + tokens) * (C + R)
                 written = (t + tokens < seq_len)[:, None]
-                latent_KC = tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0)
-                rope_KR = tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0)
-                scores = tl.dot(latent_KC, tl.trans(q_RC))
-                scores = tl.dot(rope_KR, tl.trans(q_RR), scores)
-                visible = (t + tokens)[:, None] < row_lens[None, :]
-                scores = tl.where(visible, scores * scale_log2, -1e30)
-                new_top = tl.maximum(top, tl.max(scores, 0))
-                probs = tl.exp2(scores - new_top[None, :])
-                shrink = tl.exp2(top - new_top)
-                denominator = denominator * shrink + tl.sum(probs, 0)
-                acc_CR = acc_CR * shrink[None, :]
-                acc_CR = tl.dot(tl.trans(latent_KC), probs.to(latent_KC.dtype), acc_CR)
-                top = new_top
+                acc_CR, top, denominator = _tile(
+                    tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0),
+                    tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0),
+                    q_RC, q_RR, acc_CR, top, denominator, (t + tokens)[:, None] < row_lens[None, :], scale_log2,
+                )  # fmt: skip
             out_RC = tl.trans(acc_CR / denominator[None, :])
             places = (first_row.to(tl.int64) * H + rows) * MAX_SPLITS + split
             out_rows = partial_ptr + places * C
@@ -177,7 +204,7 @@ def _attend(
             tl.store(lse_ptr + places, top + tl.log2(denominator), mask=wanted)
 
 
-@triton.jit
+@triton.jit(**SPECIALIZATION)
 def _merge(
     partial_ptr,
     lse_ptr,
@@ -258,6 +285,15 @@ def _attend_shape(config: DecodeConfig, rows: int) -> tuple[int, int]:
     return tile, config.warps if tile < 64 else 2 * config.warps
 
 
+def _sources(cache: torch.Tensor, latent: int, tile: int, tma: bool) -> tuple:
+    """Descriptors of the latent's and the rope's tiles; int32 rows reach 2^31 tokens, offsets in them are 64-bit."""
+    if not tma:
+        return cache, cache
+    rows = cache.view(-1, cache.shape[2])
+    rope = cache.shape[2] - latent
+    return TensorDescriptor.from_tensor(rows, [tile, latent]), TensorDescriptor.from_tensor(rows, [tile, rope])
+
+
 def mla_decode(
     q_THX: torch.Tensor,
     cache: torch.Tensor,
@@ -284,18 +320,24 @@ def mla_decode(
     if width != cache.shape[2] or not q_THX.is_contiguous() or not cache.is_contiguous() or w_v_HVC.stride(2) != 1:
         raise ValueError("queries, cache and W_UV must be contiguous rows of one width; make them so before the call")
     options = launch_options(q_THX.device)
-    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 16)}
+    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 32)}
     partial = torch.empty(tokens, heads, config.max_splits, latent, dtype=config.partial, device=q_THX.device)
     lse = torch.empty(tokens, heads, config.max_splits, dtype=torch.float32, device=q_THX.device)
     out_THV = torch.empty(tokens, heads, w_v_HVC.shape[1], dtype=q_THX.dtype, device=q_THX.device)
     rows, warps = _attend_shape(config, heads * max_query_len)
     programs = min(requests * config.max_splits, _num_sms(q_THX.device) * config.programs)
-    _attend[(programs, triton.cdiv(heads * max_query_len, rows))](
-        q_THX, cache, block_table_NB, query_starts_N1, seq_lens_N, partial, lse,
-        block_table_NB.stride(0), requests, scale * 1.4426950408889634,
-        H=heads, C=latent, R=width - latent, PAGE=page, ROWS=rows, TOKENS=min(config.tokens, page),
-        STAGES=config.stages, EARLY=config.early, **splits, num_warps=warps, **options,
-    )  # fmt: skip
+    grid = (programs, triton.cdiv(heads * max_query_len, rows))
+    arguments = (block_table_NB, query_starts_N1, seq_lens_N, partial, lse)
+    arguments += (block_table_NB.stride(0), requests, scale * 1.4426950408889634)
+    constants = {"H": heads, "C": latent, "R": width - latent, "ROWS": rows, "EARLY": config.early} | splits
+    if config.hopper and page == 64 and latent % 64 == 0 and width - latent == 64 and q_THX.dtype == torch.bfloat16:
+        mla_decode_hopper.launch(grid, q_THX, cache, arguments, constants | {"STAGES": config.stages}, options)
+    else:
+        tile = min(config.tokens, page)
+        _attend[grid](
+            q_THX, cache, *_sources(cache, latent, tile, config.tma), *arguments, **constants, PAGE=page, TOKENS=tile,
+            STAGES=config.stages, TMA=config.tma, num_warps=warps, maxnreg=config.max_registers, **options,
+        )  # fmt: skip
     values = min(config.merge_values, w_v_HVC.shape[1])
     _merge[(triton.cdiv(tokens, config.merge_rows), heads, w_v_HVC.shape[1] // values)](
         partial, lse, w_v_HVC, query_starts_N1, seq_lens_N, out_THV, tokens, requests,
@@ -306,7 +348,7 @@ def mla_decode(
 
 
 ATTEND_SIGNATURE = {
-    "q_ptr": "*bf16", "cache_ptr": "*bf16", "table_ptr": "*i64", "starts_ptr": "*i32", "lens_ptr": "*i32",
+    "q_ptr": "*bf16", "table_ptr": "*i64", "starts_ptr": "*i32", "lens_ptr": "*i32",
     "partial_ptr": "*bf16", "lse_ptr": "*fp32", "table_stride": "i32", "num_requests": "i32", "scale_log2": "fp32",
 }  # fmt: skip
 MERGE_SIGNATURE = {
@@ -327,9 +369,17 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
     cases = []
     for heads, query_len in ((8, 1), (8, 4), (64, 4)):
         rows, warps = _attend_shape(config, heads * query_len)
-        shape = {"H": heads, "C": 512, "R": 64, "PAGE": 64, "ROWS": rows, "TOKENS": config.tokens}
+        shape = {"H": heads, "C": 512, "R": 64, "ROWS": rows}
         constants = shape | {"STAGES": config.stages, "EARLY": config.early} | splits
-        cases.append((f"attend {heads}x{query_len}", _attend, ATTEND_SIGNATURE, constants, {"num_warps": warps}))
+        name = f"attend {heads}x{query_len}"
+        if config.hopper:
+            cases.append(mla_decode_hopper.compile_case(name, ATTEND_SIGNATURE, constants))
+            continue
+        constants |= {"PAGE": 64, "TOKENS": config.tokens, "TMA": config.tma}
+        sources = [f"tensordesc<bf16[{config.tokens},{n}]>" if config.tma else "*bf16" for n in (512, 64)]
+        signature = ATTEND_SIGNATURE | {"cache_ptr": "*bf16"}
+        signature |= dict(zip(("latent_source", "rope_source"), sources, strict=True))
+        cases.append((name, _attend, signature, constants, {"num_warps": warps, "maxnreg": config.max_registers}))
     shape = {"H": 8, "C": 512, "V": 128, "VALUES": config.merge_values, "ROWS": config.merge_rows}
     constants = shape | {"SPLITS": config.merge_splits} | splits
     cases.append(("merge", _merge, MERGE_SIGNATURE, constants, {"num_warps": 8}))

@@ -68,7 +68,9 @@ def _tile(
     return acc_QV, new_top, denominator
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_query_tiles"], do_not_specialize_on_alignment=["query_starts_ptr", "key_starts_ptr"]
+)
 def _prefill(
     q_ptr, nope_ptr, rope_ptr, value_ptr, query_starts_ptr, key_starts_ptr, out_ptr, lse_ptr,
     nope_stride, value_stride, nope_head_stride, value_head_stride, rope_stride, num_query_tiles, scale_log2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from engine.attention.backend import ATTENTION_BACKENDS
-from engine.batch import ForwardBatch
 from engine.kernels import reference
 from engine.layers.rotary import RopeParameters, RotaryEmbedding
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
-from tests.mla_layer import batch_of, build
+from tests.mla_layer import batch_of, batch_with, build
 from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
@@ -92,7 +90,8 @@ def test_a_row_is_the_same_alone_and_folded_in_any_batch(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize(
-    "settings", [{"tokens": 8}, {"programs": 2}, {"merge_rows": 2, "merge_values": 8}, {"partial": torch.float32}]
+    "settings",
+    [{"tokens": 8}, {"tma": True}, {"programs": 2}, {"merge_rows": 2, "merge_values": 8}, {"partial": torch.float32}],
 )
 def test_every_setting_gives_the_same_function(settings, monkeypatch):
     case = decode_case([2, 1, 1], [100, 7, 280], heads=4, index_dtype=torch.int32, **SMALL)
@@ -118,17 +117,11 @@ def test_many_query_heads_take_several_row_tiles(monkeypatch):
 def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
     """(q, the chunks' rows, cache with what comes before them, batch, kv_b) of 2 heads, nope 16, rope 16, latent 32."""
     case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
-    starts = [0, *itertools.accumulate(query_lens)]
     rows = [
         case.cache[case.block_table_NB[n, : -(-length // 16)]].flatten(0, 1)[length - count : length]
         for n, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True))
     ]
-    nothing = torch.zeros(starts[-1], dtype=torch.int64)
-    batch = ForwardBatch(
-        nothing, nothing, nothing, case.block_table_NB, query_lens, seq_lens, None,
-        torch.tensor(starts, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32),
-        torch.tensor([starts[-1]], dtype=torch.int32), max(query_lens),
-    )  # fmt: skip
+    batch = batch_with(case.block_table_NB, query_lens, seq_lens)
     return case.q_THX[..., :32].contiguous(), torch.cat(rows), case.cache, batch, case.kv_b_HXC.flatten(0, 1)
 
 
@@ -159,9 +152,9 @@ def test_the_layer_takes_short_and_long_requests_in_any_order():
     batch = batch_of(table, chunks)
     cache = torch.randn(18, 4, 576, generator=generator)
     x = torch.randn(len(batch.positions_T), 32, generator=generator)
-    results = []
+    results = {}
     for name in ("reference", "triton"):
         with torch.inference_mode():
             backend = ATTENTION_BACKENDS[name]()
-            results.append((mla(x, rotary(batch.positions_T), cache.clone(), batch, backend), backend))
-    assert relative_error(results[1][0], results[0][0]) < 1e-4
+            results[name] = mla(x, rotary(batch.positions_T), cache.clone(), batch, backend)
+    assert relative_error(results["triton"], results["reference"]) < 3e-3, "the splits' sums are bfloat16"

@@ -1,0 +1,267 @@
+"""The attention half of `mla_decode` for compute capability 9.0, in Gluon: same units, same sums, tiles in a ring.
+
+What Triton's own pipeliner does not give: two tiles of a page fill shared memory, so the next load must start as soon
+as a tile is used up, and go on over the borders of units, while the sums of a unit are written out.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine.kernels.gpu.pdl import wait
+
+TOKENS = 64
+# One binary whatever the batch: its size, its tables' width and where they lie do not make another.
+SPECIALIZATION = {
+    "do_not_specialize": ["table_stride", "num_requests", "num_tokens"],
+    "do_not_specialize_on_alignment": ["table_ptr", "starts_ptr", "lens_ptr"],
+}
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _split_size(length, MIN_SPLIT: gl.constexpr, MAX_SPLITS: gl.constexpr):
+    """As in mla_decode."""
+    return gl.maximum((length + (MAX_SPLITS * 64 - 1)) // (MAX_SPLITS * 64) * 64, MIN_SPLIT)
+
+
+@gluon.jit
+def _describe(unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT: gl.constexpr, MAX: gl.constexpr):
+    """(request, its first row, query tokens, length, split, split's size, end of its keys) of a unit."""
+    n = gl.sum((ends <= unit).to(gl.int32), 0)
+    mine = requests == n
+    split = unit - gl.sum(gl.where(mine, ends - units, 0), 0)
+    first_row = gl.sum(gl.where(mine, first_rows, 0), 0)
+    query_len = gl.sum(gl.where(mine, query_lens, 0), 0)
+    seq_len = gl.sum(gl.where(mine, lens, 0), 0)
+    size = _split_size(seq_len, MIN_SPLIT, MAX)
+    num_splits = (seq_len + size - 1) // size
+    smaller = split >= num_splits  # of the rows whose shorter view has smaller splits
+    first_size = _split_size(seq_len - query_len + 1, MIN_SPLIT, MAX)
+    stop = gl.where(smaller, first_size * MAX, seq_len)
+    split = gl.where(smaller, split - num_splits, split)
+    size = gl.where(smaller, first_size, size)
+    return n, first_row, query_len, seq_len, split, size, gl.minimum(stop, (split + 1) * size)
+
+
+@gluon.jit
+def _issue(latent_desc, rope_desc, row, latent_ring, rope_ring, bars, k, C: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the loads of a tile into slot k of the ring."""
+    bar = bars.index(k % STAGES)
+    mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(latent_desc, [row, 0], bar, latent_ring.index(k % STAGES))
+    tma.async_copy_global_to_shared(rope_desc, [row, C], bar, rope_ring.index(k % STAGES))
+
+
+@gluon.jit
+def _clear(latent, num_rows, C: gl.constexpr):
+    """Zeros in the rows of a tile that nothing wrote: they may hold NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    unwritten = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) >= num_rows
+    for i in gl.static_range(C // 64):
+        panel = latent.slice(i * 64, 64, dim=1)
+        values = panel.load(layout)
+        panel.store(gl.where(gl.expand_dims(unwritten, 1), gl.zeros_like(values), values))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _next_tile(
+    ahead, token, stop, table, new_from, table_ptr, table_stride, total, ends, units, lens, first_rows, query_lens,
+    requests, MIN_SPLIT: gl.constexpr, MAX_SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Moves the cursor of the loads to the next tile, in this unit or at the start of the program's next."""
+    token += 64
+    if token >= stop:
+        ahead += gl.num_programs(0)
+        n, _row, query_len, seq_len, split, size, stop = _describe(
+            ahead, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
+        )
+        token = split * size
+        table = n.to(gl.int64) * table_stride
+        new_from = seq_len - query_len
+    page = gl.load(table_ptr + table + token // 64, mask=ahead < total, other=0).to(gl.int32)
+    return ahead, token, stop, table, new_from, page
+
+
+@gluon.jit(**SPECIALIZATION)
+def _attend(
+    q_ptr,
+    latent_desc,
+    rope_desc,
+    table_ptr,
+    starts_ptr,
+    lens_ptr,
+    partial_ptr,
+    lse_ptr,
+    table_stride,
+    num_requests,
+    scale_log2,
+    H: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    MIN_SPLIT: gl.constexpr,
+    MAX_SPLITS: gl.constexpr,
+    REQUESTS: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, mma)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    each: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    probs_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=ROWS * 2, element_bitwidth=16, rank=2)
+    dtype: gl.constexpr = latent_desc.dtype
+    latent_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, C], latent_desc.layout)
+    rope_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, R], rope_desc.layout)
+    q_latent = gl.allocate_shared_memory(dtype, [ROWS, C], q_layout)
+    q_rope = gl.allocate_shared_memory(dtype, [ROWS, R], q_layout)
+    probs_tile = gl.allocate_shared_memory(dtype, [64, ROWS], probs_layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    if not EARLY:
+        wait(PDL)
+
+    requests = gl.arange(0, REQUESTS, layout=each)
+    known = requests < num_requests
+    lens = gl.load(lens_ptr + requests, mask=known, other=0)
+    first_rows = gl.load(starts_ptr + requests, mask=known, other=0)
+    query_lens = gl.load(starts_ptr + requests + 1, mask=known, other=0) - first_rows
+    size_of = _split_size(lens, MIN_SPLIT, MAX_SPLITS)
+    smaller = _split_size(lens - query_lens + 1, MIN_SPLIT, MAX_SPLITS) < size_of
+    units = (lens + size_of - 1) // size_of + gl.where(smaller, MAX_SPLITS, 0)
+    units = gl.where((lens > 0) & (query_lens > 0), units, 0)
+    ends = gl.associative_scan(units, 0, _add)
+    total = gl.sum(units, 0)
+
+    # The cursor of the loads runs ahead of the sums by the tiles of the ring.
+    ahead = gl.program_id(0)
+    n, _row, query_len, seq_len, split, size, ahead_stop = _describe(
+        ahead, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
+    )
+    ahead_token = split * size
+    ahead_table = n.to(gl.int64) * table_stride
+    new_from = seq_len - query_len
+    page = gl.load(table_ptr + ahead_table + ahead_token // 64, mask=ahead < total, other=0).to(gl.int32)
+    issued = 0
+    used = 0
+    if EARLY:  # all but the rows of this step are there before the previous kernel ends
+        while (issued < STAGES) & (ahead < total) & (ahead_token + 64 <= new_from):
+            _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
+            issued += 1
+            ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _next_tile(
+                ahead, ahead_token, ahead_stop, ahead_table, new_from, table_ptr, table_stride, total, ends, units,
+                lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
+            )  # fmt: skip
+        wait(PDL)
+    unit = gl.program_id(0)
+    rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=row_layout)
+    keys = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    while unit < total:
+        n, first_row, query_len, seq_len, split, size, stop = _describe(
+            unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
+        )
+        first_place = first_row.to(gl.int64) * H
+        wide_rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+        wide_columns = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, wide)), 0)
+        wide_real = gl.expand_dims(wide_rows < query_len * H, 1)
+        at = q_ptr + gl.expand_dims((first_place + wide_rows) * (C + R), 1)
+        q_RC = gl.load(at + wide_columns, mask=wide_real, other=0.0)
+        narrow_rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
+        narrow_columns = gl.expand_dims(C + gl.arange(0, R, layout=gl.SliceLayout(0, narrow)), 0)
+        at = q_ptr + gl.expand_dims((first_place + narrow_rows) * (C + R), 1)
+        q_RR = gl.load(at + narrow_columns, mask=gl.expand_dims(narrow_rows < query_len * H, 1), other=0.0)
+        q_latent.store(q_RC)
+        q_rope.store(q_RR)
+        fence_async_shared()
+        gl.thread_barrier()
+        row_lens = gl.where(rows < query_len * H, seq_len - query_len + 1 + rows // H, 0)
+        top = gl.full([ROWS], -1e30, gl.float32, layout=row_layout)
+        sums = gl.zeros([64, ROWS], gl.float32, layout=mma)
+        acc = gl.zeros([C, ROWS], gl.float32, layout=mma)
+        token = split * size
+        while token < stop:
+            # Fills the ring at the start, and then each slot as soon as its tile has been used.
+            while (issued < used + STAGES) & (ahead < total):
+                _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
+                issued += 1
+                ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _next_tile(
+                    ahead, ahead_token, ahead_stop, ahead_table, new_from, table_ptr, table_stride, total, ends,
+                    units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
+                )  # fmt: skip
+            latent = latent_ring.index(used % STAGES)
+            rope = rope_ring.index(used % STAGES)
+            mbarrier.wait(bars.index(used % STAGES), (used // STAGES) & 1)
+            if token + 64 > seq_len:
+                _clear(latent, seq_len - token, C)
+            scores = gl.zeros([64, ROWS], gl.float32, layout=mma)
+            scores = warpgroup_mma(latent, q_latent.permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            visible = gl.expand_dims(token + keys, 1) < gl.expand_dims(row_lens, 0)
+            scores = gl.where(visible, scores * scale_log2, -1e30)
+            new_top = gl.maximum(top, gl.max(scores, 0))
+            probs = gl.exp2(scores - gl.expand_dims(new_top, 0))
+            shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
+            top = new_top
+            sums = sums * shrink + probs
+            probs_tile.store(probs.to(dtype))
+            acc = acc * shrink
+            fence_async_shared()
+            gl.thread_barrier()
+            acc = warpgroup_mma(latent.permute((1, 0)), probs_tile, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            gl.thread_barrier()
+            used += 1
+            token += 64
+        denominator = gl.sum(sums, 0)
+        out = (acc * gl.expand_dims(1.0 / denominator, 0)).to(partial_ptr.dtype.element_ty)
+        wanted = (row_lens > split * size) & (_split_size(row_lens, MIN_SPLIT, MAX_SPLITS) == size)
+        gl.store(lse_ptr + (first_place + rows) * MAX_SPLITS + split, top + gl.log2(denominator), mask=wanted)
+        wide_lens = gl.where(wide_rows < query_len * H, seq_len - query_len + 1 + wide_rows // H, 0)
+        wide_wanted = (wide_lens > split * size) & (_split_size(wide_lens, MIN_SPLIT, MAX_SPLITS) == size)
+        at = partial_ptr + gl.expand_dims(((first_place + wide_rows) * MAX_SPLITS + split) * C, 1)
+        out = gl.convert_layout(gl.permute(out, (1, 0)), wide)
+        gl.store(at + wide_columns, out, mask=gl.expand_dims(wide_wanted, 1))
+        unit += gl.num_programs(0)
+
+
+def launch(
+    grid: tuple[int, int], q_THX: torch.Tensor, cache: torch.Tensor, arguments: tuple, constants: dict, options: dict
+) -> None:
+    """Launches on `arguments` from block_table_NB to the scale, as mla_decode passes them to its own kernel."""
+    rows_LX = cache.view(-1, cache.shape[2])
+    sources = [
+        TensorDescriptor.from_tensor(rows_LX, [TOKENS, width], TILE_LAYOUT)
+        for width in (constants["C"], constants["R"])
+    ]
+    _attend[grid](q_THX, *sources, *arguments, **constants, **options, num_warps=4)
+
+
+def compile_case(name: str, signature: dict, constants: dict) -> tuple:
+    """One entry of mla_decode.compile_cases; the kernel's own source class is Gluon's."""
+    sources = [f"tensordesc<bf16[{TOKENS},{constants[width]}],{TILE_LAYOUT!r}>" for width in ("C", "R")]
+    signature = signature | dict(zip(("latent_desc", "rope_desc"), sources, strict=True))
+    return name, _attend, signature, constants, {"num_warps": 4}
