@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> Report:
         "heads": heads,
         "backend": runner.model.backend.name,
         "read_bytes_per_second": bandwidth,
-        "settings": vars(args),
+        "settings": share.settings(args),
     }
     return Report(f"Attention of a layer, {heads} heads: {model_name(args.model)}", rows, notes, data)
 
@@ -131,5 +131,5 @@ def _runner(args: argparse.Namespace, points: list[tuple[int, int]], queries: in
 
 def _blocks(args: argparse.Namespace, batch: int, context: int) -> int:
     """Enough that calls on the same layer read different blocks where one call alone fits a cache."""
-    bytes_a_layer = batch * context * 1152
+    bytes_a_layer = batch * context * 1152  # latent and rope of the real model; only a size is chosen by it
     return batch * share.blocks_of(context) * -(-num_calls(bytes_a_layer) // LAYERS)

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> Report:
         "goals": "G2",
         "model": model_name(args.model),
         "read_bytes_per_second": bandwidth,
-        "settings": vars(args),
+        "settings": share.settings(args),
     }
     return Report(
         f"Routed experts of a layer, one rank of {args.tp_share}: {model_name(args.model)}", rows, notes, data

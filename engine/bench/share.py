@@ -44,6 +44,11 @@ def share_config(args: argparse.Namespace, ep: int, **settings: Any) -> EngineCo
     return config.resolve(torch.cuda.device_count())
 
 
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a result file keeps of the options: no place on this machine's disk."""
+    return {name: value for name, value in vars(args).items() if name not in ("model", "json")}
+
+
 def build_runner(config: EngineConfig, num_blocks: int, longest: int, max_num_seqs: int = 1) -> ModelRunner:
     """The share with a cache of at least `num_blocks` blocks beside block 0, filled with random numbers."""
     files = ModelFiles.read(config)

@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> Report:
         "read_bytes_per_second": bandwidth,
         "matmul_flops_per_second": peak,
         "routing": args.routing,
-        "settings": vars(args),
+        "settings": share.settings(args),
     }
     title = f"Steps of one rank of TP{args.tp_share}, EP{args.ep_share}, {layers} layers: {model_name(args.model)}"
     return Report(title, _same_columns(rows), notes, data)
