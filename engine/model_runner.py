@@ -110,12 +110,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, recorder: Recorder) -> None:
-        """Records the decode steps of every number of rows that can occur."""
-        device = self.parallel.device
+        """Records the decode steps of every number of rows that can occur and whose logits alone fit the budget."""
+        device, budget = self.parallel.device, int(self.config.graph_memory_gb * 2**30)
         table = BlockTable(self.max_num_seqs, -(-self.max_model_len // BLOCK_SIZE), device)
-        sizes = bucket_sizes(self.max_num_seqs)
+        most_rows = budget // (4 * self.model_config.vocab_size)
+        sizes = [size for size in bucket_sizes(self.max_num_seqs) if size <= most_rows]
         batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
-        graphs = GraphRunner(recorder, self._decode, self._draw, int(self.config.graph_memory_gb * 2**30))
+        graphs = GraphRunner(recorder, self._decode, self._draw, budget)
         graphs.capture_all(batches)
         self.graphs = graphs
 

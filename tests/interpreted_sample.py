@@ -54,7 +54,7 @@ def check_kept_set(vocab: int) -> None:
 
 def main() -> None:
     sample.PART, sample.CHUNK = 64, 256
-    for case in range(12):
+    for case in range(9):
         rng = random.Random(case)
         vocab = rng.choice([1, 5, 50, 257, 300])
         check(logits_of(case, 3, vocab), [any_params(rng) for _ in range(3)], rng)

@@ -12,6 +12,7 @@ from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
     [(n, v) for n in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens") for v in (0, -1, 1.0, "2", True, None)]
     + [(n, v) for n in ("max_model_len", "num_threads") for v in (0, -5, 2.5, "8", True, 10**11)]
     + [("kv_cache_memory_gb", v) for v in (1e300, 10**400, 0, -1.0, float("nan"), float("inf"), "4", True, [1])]
+    + [("graph_memory_gb", v) for v in (None, -0.5, 1e300, float("nan"), "1", True)]
     + [("seed", v) for v in (None, 1.5, "x", [1], True)]
     + [("dtype", "float16"), ("dtype", None), ("device", "tpu"), ("load_format", "gguf")]
     + [("hf_overrides", "{}"), ("hf_overrides", [1]), ("model", 5), ("model", ["a"])],

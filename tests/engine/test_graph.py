@@ -57,8 +57,15 @@ def checkpoint(tmp_path_factory):
     return build_checkpoint(tmp_path_factory.mktemp("graph"), SMALL)
 
 
-def build(checkpoint) -> EngineCore:
-    return start_engine(EngineConfig(str(checkpoint), device="cpu", dtype="float32", num_threads=1, max_num_seqs=6))[0]
+def build(checkpoint, **settings) -> EngineCore:
+    config = EngineConfig(str(checkpoint), device="cpu", dtype="float32", num_threads=1, max_num_seqs=6, **settings)
+    return start_engine(config)[0]
+
+
+def test_rows_whose_logits_alone_pass_the_budget_are_not_tried(checkpoint):
+    runner = build(checkpoint, graph_memory_gb=3.5 * 4 * SMALL.vocab_size / 2**30).replica.runner
+    record(runner)
+    assert runner.graphs.choose(2) is not None and runner.graphs.choose(3) is None
 
 
 @pytest.fixture(scope="module")

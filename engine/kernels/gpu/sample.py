@@ -17,7 +17,7 @@ import triton.language as tl
 from engine.kernels.gpu.pdl import launch_options, wait
 
 PART = 2048
-CHUNK = 8192
+CHUNK = 4096
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -82,6 +82,27 @@ def _weigh(logits, vocab: tl.constexpr, maximum, temperature, log_min_p, key, CO
 
 
 @triton.jit
+def _weigh_three(
+    logits, vocab: tl.constexpr, maximum, temperature, log_min_p, key, step, COUNT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The same for key + step, key + 2 step and key + 3 step."""
+    first_total = tl.zeros([CHUNK], dtype=tl.float32)
+    second_total = tl.zeros([CHUNK], dtype=tl.float32)
+    third_total = tl.zeros([CHUNK], dtype=tl.float32)
+    for first in range(0, vocab, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        scaled = _scaled(logits, columns, vocab, maximum, temperature, log_min_p)
+        weight = tl.exp(scaled)
+        if COUNT:
+            weight = tl.where(columns < vocab, 1.0, 0.0)
+        keys = _key(scaled)
+        first_total += tl.where(keys < key + step, weight, 0.0)
+        second_total += tl.where(keys < key + 2 * step, weight, 0.0)
+        third_total += tl.where(keys < key + 3 * step, weight, 0.0)
+    return tl.sum(first_total, axis=0), tl.sum(second_total, axis=0), tl.sum(third_total, axis=0)
+
+
+@triton.jit
 def _search(
     logits,
     vocab: tl.constexpr,
@@ -93,14 +114,19 @@ def _search(
     COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Largest key <= limit such that what lies below it weighs less than `target`: the key that the target falls in."""
-    key = 0
-    for bit in range(30, -1, -1):
-        higher = key + (1 << bit)
-        if higher <= limit:
-            weight = _weigh(logits, vocab, maximum, temperature, log_min_p, higher, COUNT, CHUNK)
-            if weight < target:
-                key = higher
+    """Largest key <= limit such that what lies below it weighs less than `target`: the key that the target falls in.
+
+    Sign and bit 30 first, then two bits a pass over the row."""
+    half = 1 << 30
+    above = _weigh(logits, vocab, maximum, temperature, log_min_p, half, COUNT, CHUNK)
+    key = tl.where((above < target) & (half <= limit), half, 0)
+    for done in range(15):
+        step = 1 << (28 - 2 * done)
+        one, two, three = _weigh_three(logits, vocab, maximum, temperature, log_min_p, key, step, COUNT, CHUNK)
+        times = ((one < target) & (key + step <= limit)).to(tl.int32)
+        times += ((two < target) & (key + 2 * step <= limit)).to(tl.int32)
+        times += ((three < target) & (key + 3 * step <= limit)).to(tl.int32)
+        key += times * step
     return key
 
 
