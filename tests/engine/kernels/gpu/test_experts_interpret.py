@@ -97,7 +97,7 @@ def test_every_way_gives_the_same(settings, monkeypatch):
 @interpreted
 def test_one_expert_takes_all_rows_and_others_none(monkeypatch):
     ids = torch.full((20, TOP_K), -1, dtype=torch.int32)
-    ids[:, 1] = 3
+    ids[:, 1] = EXPERTS - 1
     case = Case(20, ids=ids)
     assert relative_error(case.run(monkeypatch), case.expected()) < 1e-2
 
