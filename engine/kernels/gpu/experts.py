@@ -223,13 +223,18 @@ def down_product(
     kernel = down_stream_kernel if config.stream else down_kernel
     grid = (width // tile.rows, config.stream) if config.stream else _grid(tile, items, device)
     kernel[grid](
-        act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks, shared_act_TI,
-        shared_down_DI, slots, shared, num_rows,
+        act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks,
+        *_given(act, shared_act_TI, shared_down_DI), slots, *_given(slots, shared), num_rows,
         D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
         ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
         **launch_options(device),
     )  # fmt: skip
     return slots, shared
+
+
+def _given(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """Pointers for a kernel: it is compiled for no shared expert, but names must have a type there too."""
+    return [stand_in if tensor is None else tensor for tensor in tensors]
 
 
 def down_sum(
@@ -240,8 +245,8 @@ def down_sum(
     tile, device, width = config.down_sum, act.device, packed.width
     out = torch.empty(num_rows, width, dtype=torch.float32, device=device)
     down_sum_kernel[(width // tile.rows,)](
-        act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks, shared_act_TI,
-        shared_down_DI, out, num_rows,
+        act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks,
+        *_given(act, shared_act_TI, shared_down_DI), out, num_rows,
         D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
         ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
         **launch_options(device),
