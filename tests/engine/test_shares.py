@@ -33,8 +33,8 @@ def test_the_full_model_is_split_over_eight(ep):
     dense, moe = share.layers
     assert moe.self_attn.num_heads == 8 and moe.self_attn.qkv_a.weight.shape == (2112, 7168)
     assert moe.self_attn.q_b.weight.shape == (8 * 192, 1536) and moe.self_attn.o.weight.shape == (7168, 8 * 128)
-    assert dense.feed_forward.mlp.down.weight.shape == (7168, 18432 // 8)
-    assert moe.feed_forward.shared_experts.down.weight.shape == (7168, 256)
+    assert dense.feed_forward.down.weight.shape == (7168, 18432 // 8)
+    assert moe.feed_forward.shared_down.weight.shape == (7168, 256)
     experts = moe.feed_forward.experts
     assert len(experts.local) == 384 // ep and experts.columns == slice(0, 2048 * ep // 8)
     assert share.lm_head.weight.shape == share.embed_tokens.weight.shape == (20480, 7168)
@@ -51,12 +51,11 @@ def test_a_share_has_the_shapes_of_rank_0(tmp_path):
 
 
 def test_the_full_share_is_as_large_as_planned():
-    """Everything but the routed experts, whose storage is the kernel's choice, with the router in float32."""
+    """Everything but the routed experts, whose storage is the kernel's choice."""
     model = model_of(FULL_CONFIG, "bfloat16", tp_share=8)
     experts = sum(p.nbytes for layer in model.layers[1:] for p in layer.feed_forward.experts.parameters())
-    routers = sum(p.nbytes for layer in model.layers[1:] for p in layer.feed_forward.router.parameters())
-    others = sum(p.nbytes for p in model.parameters()) - experts - routers
-    assert others + routers / 2 == pytest.approx(4.542e9 + 0.2936e9, rel=0.001)
+    others = sum(p.nbytes for p in model.parameters()) - experts
+    assert others == pytest.approx(4.542e9 + 0.2936e9, rel=0.001)
     weights = 60 * 384 * 3 * 7168 * 256
     assert experts / weights in (2.0, 0.5625), "either expanded to bfloat16 or packed with scales"
 
