@@ -84,11 +84,10 @@ def read_bandwidth(device: torch.device, rounds: int = 5) -> float:
     if device.type != "cuda":
         x = torch.ones(num_bytes // 4)
         return x.nbytes / min(_clocked([x.sum]) for _ in range(rounds))
-    from engine.kernels.gpu.stream_read import BLOCK, LOADS, NUM_PROGRAMS, stream_read
+    from engine.kernels.gpu.stream_read import ROUND, WAYS, stream_read
 
-    round_size = NUM_PROGRAMS * LOADS * BLOCK
-    x = torch.ones(-(-num_bytes // 4 // round_size) * round_size, device=device)
-    return x.nbytes / min(_replayed(lambda: stream_read(x), rounds))
+    x = torch.randn(-(-num_bytes // 4 // ROUND) * ROUND, device=device)
+    return x.nbytes / min(min(_replayed(lambda way=way: stream_read(x, way), rounds)) for way in WAYS)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:

@@ -40,6 +40,10 @@ def _fill(module: nn.Module, name: str, parameter: torch.Tensor, generator: torc
         return
     low, high = _bounds(module, name, parameter)
     parameter.uniform_(low, high, generator=generator)
+    if _holds_scales(module):
+        # Nibbles -8..7 have a mean, and a common direction would grow until all rows took the same experts.
+        signs = torch.empty_like(parameter).bernoulli_(0.5, generator=generator)
+        parameter.mul_(signs.mul_(2).sub_(1))
 
 
 def _bounds(module: nn.Module, name: str, parameter: torch.Tensor) -> tuple[float, float]:
@@ -48,9 +52,14 @@ def _bounds(module: nn.Module, name: str, parameter: torch.Tensor) -> tuple[floa
         return 0.8, 1.2
     if isinstance(module, Router) and parameter.dim() == 1:
         return -0.01, 0.01  # near the selected scores a tenth of a logit: more would favour the same experts
-    if any(not other.is_floating_point() for other in module.parameters(recurse=False)):
+    if _holds_scales(module):
         columns = module.columns.stop - module.columns.start
         scale = 1 / (NIBBLE_STD * math.sqrt(columns if "down" in name else module.width))
         return 0.5 * scale, 1.5 * scale
     std = 1.0 if isinstance(module, Embedding) else parameter.shape[-1] ** -0.5
     return -math.sqrt(3) * std, math.sqrt(3) * std
+
+
+def _holds_scales(module: nn.Module) -> bool:
+    """Whether its float parameters are the scales of packed weights beside them."""
+    return any(not parameter.is_floating_point() for parameter in module.parameters(recurse=False))

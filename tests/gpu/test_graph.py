@@ -72,7 +72,9 @@ def test_graphs_change_no_drawn_token(replayed, eager, changes):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_overlap_changes_no_token(dtype):
     with LLM(device="cuda", dtype=dtype, max_num_seqs=MOST, kv_cache_memory_gb=2.0) as llm:
-        some = prompts(11), params_of(11, temperature=0.7, top_p=0.9)
+        # In bfloat16 all prompts enter in the first step: in other company a long one's bits may differ.
+        count = 11 if dtype == "float32" else MOST
+        some = prompts(count), params_of(count, temperature=0.7, top_p=0.9)
         assert llm._engine.replica.overlap
         ahead = tokens_of(llm, *some)
         llm._engine.replica.overlap = False

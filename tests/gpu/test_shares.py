@@ -32,10 +32,10 @@ def test_two_layers_of_the_full_share_are_finite():
 
 
 def test_the_streaming_read_adds_every_number():
-    from engine.kernels.gpu.stream_read import BLOCK, LOADS, stream_read
+    from engine.kernels.gpu.stream_read import stream_read
 
     x = torch.randint(-8, 9, (16 * LOADS * 37 * BLOCK,), device="cuda").float()
-    assert torch.equal(stream_read(x, 37), reference.stream_read(x, 37, BLOCK))
+    assert torch.equal(stream_read(x, (37, BLOCK, LOADS)), reference.stream_read(x, 37, BLOCK))
 
 
 def test_a_graph_replays_every_call():

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048
-NUM_PROGRAMS = 4224
-LOADS = 2
+# (programs, block, loads on their way): which is best differs a little between machines and buffers.
+WAYS = ((4224, 4096, 2), (4224, 2048, 2), (8448, 1024, 4))
+ROUND = 4224 * 4096 * 2  # numbers; a multiple of every way's round
 
 
 @triton.jit
@@ -25,13 +25,14 @@ def _stream_read(x, sums, NUM_STEPS: tl.constexpr, BLOCK: tl.constexpr, LOADS: t
     tl.store(sums + program, tl.sum(total))
 
 
-def stream_read(x: torch.Tensor, num_programs: int = NUM_PROGRAMS) -> torch.Tensor:
-    """Float32 [num_programs], program p's share of the sum of contiguous float32 `x`.
+def stream_read(x: torch.Tensor, way: tuple[int, int, int] = WAYS[0]) -> torch.Tensor:
+    """Float32 [programs], program p's share of the sum of contiguous float32 `x`.
 
-    Raises ValueError unless x divides into whole rounds of num_programs * LOADS * BLOCK numbers."""
-    num_steps, left = divmod(x.numel(), num_programs * LOADS * BLOCK)
+    Raises ValueError unless x divides into whole rounds of programs * block * loads numbers."""
+    num_programs, block, loads = way
+    num_steps, left = divmod(x.numel(), num_programs * block * loads)
     if left:
-        raise ValueError(f"{x.numel()} numbers are not whole rounds of {num_programs} x {LOADS} x {BLOCK}.")
+        raise ValueError(f"{x.numel()} numbers are not whole rounds of {num_programs} x {block} x {loads}.")
     sums = torch.empty(num_programs, dtype=torch.float32, device=x.device)
-    _stream_read[(num_programs,)](x, sums, NUM_STEPS=num_steps, BLOCK=BLOCK, LOADS=LOADS, num_warps=4)
+    _stream_read[(num_programs,)](x, sums, NUM_STEPS=num_steps, BLOCK=block, LOADS=loads, num_warps=4)
     return sums

@@ -11,11 +11,11 @@ import pytest
 SCRIPT = """
 import torch
 from engine.kernels import reference
-from engine.kernels.gpu.stream_read import BLOCK, LOADS, stream_read
+from engine.kernels.gpu.stream_read import stream_read
 x = torch.randint(-8, 9, (3 * LOADS * 5 * BLOCK,)).float()
-assert torch.equal(stream_read(x, 5), reference.stream_read(x, 5, BLOCK))
+assert torch.equal(stream_read(x, (5, BLOCK, LOADS)), reference.stream_read(x, 5, BLOCK))
 try:
-    stream_read(x[:-1], 5)
+    stream_read(x[:-1], (5, BLOCK, LOADS))
 except ValueError as error:
     assert "whole rounds" in str(error)
 else:
@@ -36,7 +36,7 @@ def test_it_compiles_to_wide_loads(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.kernels.gpu.stream_read import BLOCK, LOADS, _stream_read
+    from engine.kernels.gpu.stream_read import _stream_read
 
     source = ASTSource(
         _stream_read,
