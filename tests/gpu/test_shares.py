@@ -34,6 +34,7 @@ def test_two_layers_of_the_full_share_are_finite():
 def test_the_streaming_read_adds_every_number():
     from engine.kernels.gpu.stream_read import stream_read
 
+    BLOCK, LOADS = 2048, 2
     x = torch.randint(-8, 9, (16 * LOADS * 37 * BLOCK,), device="cuda").float()
     assert torch.equal(stream_read(x, (37, BLOCK, LOADS)), reference.stream_read(x, 37, BLOCK))
 

@@ -8,10 +8,13 @@ import sys
 
 import pytest
 
+BLOCK, LOADS = 2048, 2
+
 SCRIPT = """
 import torch
 from engine.kernels import reference
 from engine.kernels.gpu.stream_read import stream_read
+BLOCK, LOADS = 2048, 2
 x = torch.randint(-8, 9, (3 * LOADS * 5 * BLOCK,)).float()
 assert torch.equal(stream_read(x, (5, BLOCK, LOADS)), reference.stream_read(x, 5, BLOCK))
 try:
