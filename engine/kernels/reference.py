@@ -10,6 +10,19 @@ import torch
 import torch.nn.functional as F
 
 
+def embed(token_ids_T: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows token - first of `weight`; zeros for tokens whose row is not there, so that ranks' shares add up."""
+    local_T = token_ids_T - first
+    elsewhere_T = (local_T < 0) | (local_T >= weight.shape[0])
+    return F.embedding(local_T.masked_fill(elsewhere_T, 0), weight).masked_fill(elsewhere_T.unsqueeze(1), 0)
+
+
+def rope_angles(positions_T: torch.Tensor, frequencies: torch.Tensor, magnitude: float) -> torch.Tensor:
+    """complex64 [T, R / 2]: magnitude * exp(i * position * frequency); float32 holds every position exactly."""
+    angles = positions_T.float().unsqueeze(1) * frequencies
+    return torch.polar(torch.full_like(angles, magnitude), angles)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x * rsqrt(mean(x^2) + eps) in float32, cast back, then times the weight, as the checkpoint's own code does."""
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight

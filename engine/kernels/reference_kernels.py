@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +20,12 @@ class ReferenceKernels:
 
     def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, weight_OI)
+
+    def embed(self, token_ids_T: torch.Tensor, weight_VD: torch.Tensor, first: int) -> torch.Tensor:
+        return reference.embed(token_ids_T, weight_VD, first)
+
+    def rope_angles(self, positions_T: torch.Tensor, frequencies: torch.Tensor, magnitude: float) -> torch.Tensor:
+        return reference.rope_angles(positions_T, frequencies, magnitude)
 
     def silu_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
         return reference.silu_mul(gate_up_TI)
@@ -56,7 +64,12 @@ class ReferenceKernels:
         return torch.cat([q_THX[..., :nope], reference.rotate_pairs(q_THX[..., nope:], cis)], dim=-1)
 
     def absorbed_queries(
-        self, q_TQ: torch.Tensor, weight: torch.Tensor | None, w_k_HNC: torch.Tensor, cis: torch.Tensor
+        self,
+        q_TQ: torch.Tensor,
+        weight: torch.Tensor | None,
+        w_k_HNC: torch.Tensor,
+        cis: torch.Tensor,
+        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         num_heads, nope, _ = w_k_HNC.shape
         q_THX = self.queries(q_TQ, weight, nope, cis, num_heads)
@@ -72,6 +85,7 @@ class ReferenceKernels:
         top_k: int,
         normalize: bool,
         scale: float,
+        ahead: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_experts = bias_E.shape[0]
         # Scores in float32 throughout: logits rounded to bfloat16 would reorder experts.

@@ -8,7 +8,7 @@ width, R rope width, X = C + R, E experts, K experts a token, S shared expert co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,12 @@ class Kernels(Protocol):
 
     def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         """The same for a sum that `add_norm` ends: [T, O], or parts [P, T, O] to be added up in order."""
+
+    def embed(self, token_ids_T: torch.Tensor, weight_VD: torch.Tensor, first: int) -> torch.Tensor:
+        """Rows token - first of the weight, [T, D]; zeros for tokens whose row is not there."""
+
+    def rope_angles(self, positions_T: torch.Tensor, frequencies: torch.Tensor, magnitude: float) -> torch.Tensor:
+        """complex64 [T, R / 2]: magnitude * exp(i * position * frequency), angles in float32."""
 
     def silu_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for rows [gate | up]."""
@@ -60,9 +66,15 @@ class Kernels(Protocol):
         """Each head's query with its rope part turned, [T, H, N + R]; without a weight, q_TQ holds them unturned."""
 
     def absorbed_queries(
-        self, q_TQ: torch.Tensor, weight: torch.Tensor | None, w_k_HNC: torch.Tensor, cis: torch.Tensor
+        self,
+        q_TQ: torch.Tensor,
+        weight: torch.Tensor | None,
+        w_k_HNC: torch.Tensor,
+        cis: torch.Tensor,
+        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Each head's query for the latent cache, [T, H, X]."""
+        """Each head's query for the latent cache, [T, H, X]. ahead: up to two weights that are read soon after, which
+        an idle memory may bring closer; so in `route`."""
 
     def route(
         self,
@@ -74,6 +86,7 @@ class Kernels(Protocol):
         top_k: int,
         normalize: bool,
         scale: float,
+        ahead: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x times [router | shared gate | shared up]: local expert ids [T, K] (-1 = not here, or a padding row),
         weights float32 [T, K], and the shared expert's activation [T, S]."""

@@ -20,9 +20,9 @@ from engine.weights import TensorSpec
 class _VocabularyShard(nn.Module):
     """Rows [start, start + v) of a [V, D] matrix; the last rank's may be padded with zero rows."""
 
-    def __init__(self, vocab_size: int, width: int, parallel: ParallelState, dtype: torch.dtype):
+    def __init__(self, vocab_size: int, width: int, parallel: ParallelState, dtype: torch.dtype, kernels: Kernels):
         super().__init__()
-        self.vocab_size, self.parallel = vocab_size, parallel
+        self.vocab_size, self.parallel, self.kernels = vocab_size, parallel, kernels
         self.num_rows = -(-vocab_size // parallel.tp)
         self.start = min(parallel.rank * self.num_rows, vocab_size)
         self.stop = min(self.start + self.num_rows, vocab_size)
@@ -37,21 +37,15 @@ class _VocabularyShard(nn.Module):
 class Embedding(_VocabularyShard):
     def forward(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, D]; ranks without a token's row contribute exact zeros, so the sum has the same bits everywhere."""
+        x_TD = self.kernels.embed(token_ids_T, self.weight, self.start)
         if self.parallel.tp == 1:
-            return F.embedding(token_ids_T, self.weight)
-        local_T = token_ids_T - self.start
-        elsewhere_T = (local_T < 0) | (local_T >= self.num_rows)
-        x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
-        x_TD, sent = all_reduce(x_TD.masked_fill(elsewhere_T.unsqueeze(1), 0), self.parallel)
+            return x_TD
+        x_TD, sent = all_reduce(x_TD, self.parallel)
         self.parallel.meter.count(meter.OTHER, sent)
         return x_TD
 
 
 class LMHead(_VocabularyShard):
-    def __init__(self, vocab_size: int, width: int, parallel: ParallelState, dtype: torch.dtype, kernels: Kernels):
-        super().__init__(vocab_size, width, parallel, dtype)
-        self.kernels = kernels
-
     def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Float32 logits [S, V], whole on every rank; a share, which knows its own rows alone, rules out the others."""
         logits_Sv = self.kernels.linear(x_SD, self.weight, torch.float32)

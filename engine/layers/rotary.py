@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.table import Kernels
+
 
 @dataclass(frozen=True)
 class RopeParameters:
@@ -49,11 +51,11 @@ def softmax_scale(head_dim: int, rope: RopeParameters) -> float:
 class RotaryEmbedding:
     """Angles for the positions of a step; computed once and shared by all layers."""
 
-    def __init__(self, dim: int, rope: RopeParameters, device: torch.device):
+    def __init__(self, dim: int, rope: RopeParameters, device: torch.device, kernels: Kernels):
+        self.kernels = kernels
         self.inverse_frequencies = inverse_frequencies(dim, rope).to(device)
         self.magnitude = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
 
     def __call__(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """complex64 [T, dim / 2]; angles in float32, which holds every position exactly."""
-        angles = positions_T.float().unsqueeze(1) * self.inverse_frequencies
-        return torch.polar(torch.full_like(angles, self.magnitude), angles)
+        """complex64 [T, dim / 2]."""
+        return self.kernels.rope_angles(positions_T, self.inverse_frequencies, self.magnitude)

@@ -5,10 +5,12 @@ Shape letters as in engine/kernels/table.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.gpu import dense, latent, norm, route
+from engine.kernels.gpu import dense, embed, latent, norm, route
 
 
 class TritonKernels:
@@ -25,6 +27,12 @@ class TritonKernels:
         if not _is_small(x_TI):
             return F.linear(x_TI, weight_OI)
         return dense.linear_parts(x_TI, weight_OI, dense.choose_tile(*weight_OI.shape, x_TI.device))
+
+    def embed(self, token_ids_T: torch.Tensor, weight_VD: torch.Tensor, first: int) -> torch.Tensor:
+        return embed.embed(token_ids_T, weight_VD, first)
+
+    def rope_angles(self, positions_T: torch.Tensor, frequencies: torch.Tensor, magnitude: float) -> torch.Tensor:
+        return embed.rope_angles(positions_T, frequencies, magnitude)
 
     def silu_mul(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
         return norm.silu_mul(gate_up_TI)
@@ -57,10 +65,15 @@ class TritonKernels:
         return latent.rope_in_place(q_THX, nope, _angles(cis))
 
     def absorbed_queries(
-        self, q_TQ: torch.Tensor, weight: torch.Tensor | None, w_k_HNC: torch.Tensor, cis: torch.Tensor
+        self,
+        q_TQ: torch.Tensor,
+        weight: torch.Tensor | None,
+        w_k_HNC: torch.Tensor,
+        cis: torch.Tensor,
+        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         parts_PTW = q_TQ.unsqueeze(0) if weight is None else _parts(self, q_TQ, weight)
-        return latent.absorb(parts_PTW, w_k_HNC, _angles(cis))
+        return latent.absorb(parts_PTW, w_k_HNC, _angles(cis), ahead)
 
     def route(
         self,
@@ -72,12 +85,13 @@ class TritonKernels:
         top_k: int,
         normalize: bool,
         scale: float,
+        ahead: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if _is_small(x_TD):
             parts = self.partial(x_TD, weight)
         else:  # float32 here too: logits rounded to bfloat16 would reorder experts
             parts = torch.mm(x_TD, weight.t(), out_dtype=torch.float32).unsqueeze(0)
-        return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype)
+        return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype, ahead)
 
 
 def _is_small(x_TI: torch.Tensor) -> bool:

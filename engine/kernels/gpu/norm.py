@@ -104,7 +104,7 @@ def add_norm(
         D=width,
         BLOCK_D=triton.next_power_of_2(width),
         PARTS=partial.shape[0] if partial.dim() == 3 else 1,
-        num_warps=8,
+        num_warps=16,
         **pdl.launch_options(residual_TD.device),
     )
     return out_TD, new_TD

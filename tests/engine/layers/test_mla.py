@@ -7,6 +7,7 @@ import torch
 
 from engine.attention.backend import ATTENTION_BACKENDS
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.mla import MLA
 from engine.layers.rotary import RopeParameters, RotaryEmbedding
 from tests.mla_layer import BLOCK, SHAPES, batch_of, build
@@ -17,7 +18,9 @@ from tests.mla_layer import BLOCK, SHAPES, batch_of, build
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_of_several_sequences_equal_the_whole_of_each(backend, shape, q_lora_rank):
     mla = build(shape, q_lora_rank)
-    rotary = RotaryEmbedding(mla.rope, RopeParameters(50000.0, factor=32.0, mscale_all_dim=1.0), torch.device("cpu"))
+    rotary = RotaryEmbedding(
+        mla.rope, RopeParameters(50000.0, factor=32.0, mscale_all_dim=1.0), torch.device("cpu"), ReferenceKernels()
+    )
     lengths = [11, 6]
     xs = [torch.randn(n, 32, generator=torch.Generator().manual_seed(n)) for n in lengths]
     table = [[5, 1, 3], [2, 6, 0]]
@@ -41,7 +44,7 @@ def test_ranks_partials_sum_to_the_whole():
     """Heads are split; each rank's partial is its heads' share of the output."""
     whole = build("true heads", 24)
     x, positions = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)), torch.arange(7)
-    cis = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"))(positions)
+    cis = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"), ReferenceKernels())(positions)
     total = torch.zeros_like(x)
     with torch.inference_mode():
         for rank in range(2):

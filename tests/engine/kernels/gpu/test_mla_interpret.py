@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.backend import ATTENTION_BACKENDS
 from engine.kernels import reference
+from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.rotary import RopeParameters, RotaryEmbedding
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
 from tests.mla_layer import batch_of, batch_with, build
@@ -145,7 +146,7 @@ def test_chunks_over_their_context(query_lens, seq_lens):
 def test_the_layer_takes_short_and_long_requests_in_any_order():
     """Decode, chunk with context, verify, first chunk: the layer over Triton equals the layer over the reference."""
     mla = build("true heads", 24)
-    rotary = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"))
+    rotary = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"), ReferenceKernels())
     chunks = [(0, 9, 10), (1, 5, 25), (2, 3, 6), (3, 0, 17)]
     table = [[5, 1, 3], [2, 6, 4, 7, 8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
     generator = torch.Generator().manual_seed(2)
