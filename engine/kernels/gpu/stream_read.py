@@ -35,3 +35,9 @@ def stream_read(x: torch.Tensor, num_programs: int = NUM_PROGRAMS) -> torch.Tens
     sums = torch.empty(num_programs, dtype=torch.float32, device=x.device)
     _stream_read[(num_programs,)](x, sums, NUM_STEPS=num_steps, BLOCK=BLOCK, LOADS=LOADS, num_warps=4)
     return sums
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options); the same code for every architecture."""
+    constants = {"NUM_STEPS": 58, "BLOCK": BLOCK, "LOADS": LOADS}
+    return [("stream_read", _stream_read, {"x": "*fp32", "sums": "*fp32"}, constants, {"num_warps": 4})]
