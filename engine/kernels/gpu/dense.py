@@ -132,3 +132,18 @@ def num_processors(device: torch.device) -> int:
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[T, O] for up to MAX_ROWS rows, in `dtype` or the weight's; the sum is not split, so one kernel is all."""
     return linear_parts(x_TI, weight_OI, Tile(), dtype or weight_OI.dtype)[0]
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of a whole and of a split product of K2.5's shares."""
+    signature = {"x_ptr": "*bf16", "w_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "OUT": "i32"}
+    cases = []
+    for inputs, tile, rows, out in ((1024, Tile(), 16, "*bf16"), (7168, Tile(parts=4), 64, "*fp32")):
+        part = inputs // tile.parts
+        constants = {
+            "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i,
+            "STAGES": tile.stages, "AHEAD": min(PREFETCH_INPUTS, part), "PDL": capability >= (9, 0),
+        }  # fmt: skip
+        name = f"linear {inputs} in {tile.parts}, {rows} rows"
+        cases.append((name, linear_kernel, signature | {"out_ptr": out}, constants, {"num_warps": tile.warps}))
+    return cases

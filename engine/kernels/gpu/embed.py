@@ -54,3 +54,14 @@ def rope_angles(positions_T: torch.Tensor, frequencies: torch.Tensor, magnitude:
         **pdl.launch_options(frequencies.device),
     )
     return torch.view_as_complex(out_TR)
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of K2.5's widths."""
+    pdl_on = {"PDL": capability >= (9, 0)}
+    ids = {"ids_ptr": "*i64", "weight_ptr": "*bf16", "out_ptr": "*bf16", "first": "i32", "rows": "i32"}
+    angles = {"positions_ptr": "*i64", "frequencies_ptr": "*fp32", "out_ptr": "*fp32", "magnitude": "fp32"}
+    return [
+        ("embed", embed_kernel, ids, {"D": 7168, "BLOCK_D": 1024} | pdl_on, {"num_warps": 4}),
+        ("angles", angles_kernel, angles, {"R": 64} | pdl_on, {"num_warps": 1}),
+    ]

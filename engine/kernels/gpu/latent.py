@@ -250,3 +250,25 @@ def rope_in_place(q_THX: torch.Tensor, nope: int, angles_TR: torch.Tensor) -> to
         q_THX, angles_TR, num_heads, width, nope, R=angles_TR.shape[1], num_warps=1, **pdl.launch_options(q_THX.device)
     )
     return q_THX
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of K2.5's latents and of the 8 heads of a rank of 8."""
+    pdl_on = {"PDL": capability >= (9, 0)}
+    latent = dict.fromkeys(("q_weight_ptr", "kv_weight_ptr", "q_ptr", "rows_ptr", "cache_ptr"), "*bf16")
+    latent |= {"parts_ptr": "*fp32", "angles_ptr": "*fp32", "slots_ptr": "*i64", "num_rows": "i32", "eps": "fp32"}
+    query = {"parts_ptr": "*fp32", "w_ptr": "*bf16", "angles_ptr": "*fp32", "out_ptr": "*bf16", "num_rows": "i32"}
+    query |= {"ahead_ptr": "*bf16", "ahead2_ptr": "*bf16", "head_stride": "i32"}
+    query |= dict.fromkeys(("ahead_bytes", "ahead_piece", "ahead2_bytes", "ahead2_piece"), "i32")
+    widths = {"Q": 1536, "C": 512, "R": 64, "BLOCK_Q": 2048, "NORM_Q": True} | pdl_on
+    heads = {"H": 8, "N": 128, "R": 64, "C": 512, "BLOCK_C": 64, "THREADS": 128} | pdl_on
+    turned = {"q_ptr": "*bf16", "angles_ptr": "*fp32"} | dict.fromkeys(("H", "WIDTH", "N"), "i32")
+    return [
+        ("latents", latents_kernel, latent, widths | {"PARTS": 4}, {"num_warps": 8}),
+        *(
+            (f"absorb {rows} rows", absorb_kernel, query,
+             heads | {"ROWS": rows, "PARTS": 2}, {"num_warps": 4})
+            for rows in (16, 64)
+        ),
+        ("rope", rope_kernel, turned, {"R": 64} | pdl_on, {"num_warps": 1}),
+    ]  # fmt: skip

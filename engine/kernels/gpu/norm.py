@@ -124,3 +124,20 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
         **pdl.launch_options(x_TD.device),
     )
     return out_TD
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) at K2.5's widths."""
+    pdl_on = {"PDL": capability >= (9, 0)}
+    row = {"D": 7168, "BLOCK_D": 8192} | pdl_on
+    rows = dict.fromkeys(("residual_ptr", "weight_ptr", "out_ptr", "new_residual_ptr"), "*bf16")
+    rows |= {"num_rows": "i32", "eps": "fp32"}
+    one = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "eps": "fp32"}
+    gate_up = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32"}
+    warps = {"num_warps": 8}
+    return [
+        ("add_norm 1", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 1}, warps),
+        ("add_norm 4", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 4}, warps),
+        ("rms_norm", rms_norm_kernel, one, row, warps),
+        ("silu_mul", silu_mul_kernel, gate_up, {"BLOCK": 1024} | pdl_on, {}),
+    ]

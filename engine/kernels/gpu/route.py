@@ -145,3 +145,17 @@ def route(
         **pdl.launch_options(device),
     )
     return ids_TK, weights_TK, shared_TI
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) of K2.5's router, with and without a shared expert's slice."""
+    names = ("parts_ptr", "bias_ptr", "weights_ptr")
+    signature = dict.fromkeys(names, "*fp32") | {"num_tokens_ptr": "*i32", "ids_ptr": "*i32", "shared_ptr": "*bf16"}
+    signature |= {"num_rows": "i32", "first_expert": "i32", "num_local": "i32", "scale": "fp32"}
+    signature |= {"ahead_ptr": "*bf16", "ahead_bytes": "i32", "ahead_piece": "i32"}
+    chosen = {"E": 384, "BLOCK_E": 512, "K": 8, "BLOCK_K": 8, "NORMALIZE": True, "PDL": capability >= (9, 0)}
+    return [
+        (f"route {inner} {parts}", route_kernel, signature,
+         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts}, {"num_warps": 1})
+        for inner, parts in ((256, 4), (0, 1))
+    ]  # fmt: skip

@@ -36,3 +36,17 @@ def stream_read(x: torch.Tensor, way: tuple[int, int, int] = WAYS[0]) -> torch.T
     sums = torch.empty(num_programs, dtype=torch.float32, device=x.device)
     _stream_read[(num_programs,)](x, sums, NUM_STEPS=num_steps, BLOCK=block, LOADS=loads, num_warps=4)
     return sums
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options); the same code for every architecture."""
+    return [
+        (
+            f"stream_read {block}",
+            _stream_read,
+            {"x": "*fp32", "sums": "*fp32"},
+            {"NUM_STEPS": 29, "BLOCK": block, "LOADS": loads},
+            {"num_warps": 4},
+        )
+        for _, block, loads in WAYS
+    ]

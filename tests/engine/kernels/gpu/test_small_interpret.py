@@ -1,0 +1,124 @@
+"""Products, norms, latents and the router under Triton's interpreter, in a child process that has it switched on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.triton_interpreter import allow_scalar_arrays
+
+pytest.importorskip("triton")
+from tests import small_kernels as small
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
+if INTERPRETED:
+    allow_scalar_arrays()
+
+# Not bfloat16, whose products the interpreter of Triton 3.6 takes of the bits as integers.
+BENCH = small.Bench("cpu", torch.float16, 1e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "failed" not in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64, 65, 70])
+def test_products_of_any_number_of_rows(rows):
+    small.check_linear(BENCH, rows, 48, 64, small.dense.Tile(block_o=32, block_i=32, stages=1))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tile"),
+    [
+        (1, 16, {}),
+        (33, 64, {}),
+        (31, 80, {}),  # half a block of inputs at the end
+        (64, 128, {"parts": 4}),
+        (17, 96, {"parts": 2}),  # each part ends in half a block
+        (40, 24, {}),  # fewer inputs than a block
+    ],
+)
+def test_products_of_odd_shapes(outputs, inputs, tile):
+    small.check_linear(BENCH, 3, outputs, inputs, small.dense.Tile(block_o=16, block_i=32, stages=1, **tile))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 100)])
+def test_add_norm(rows, width, parts, dtype):
+    small.check_add_norm(BENCH, rows, width, parts, dtype)
+
+
+@interpreted
+def test_norm_and_activation():
+    for rows, width in ((1, 64), (4, 7), (3, 100)):
+        small.check_rms_norm(BENCH, rows, width)
+        small.check_silu_mul(BENCH, rows, width)
+    small.check_silu_mul(BENCH, 2, 1500)
+
+
+@interpreted
+@pytest.mark.parametrize("with_query_norm", [True, False])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 2), (20, 4)])
+def test_latents(rows, parts, with_query_norm):
+    small.check_latents(BENCH, rows, (40, 32, 16), parts, with_query_norm)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "heads", "parts"), [(1, 1, 1), (5, 3, 2), (17, 2, 1), (66, 2, 2)])
+def test_absorbed_queries(rows, heads, parts):
+    small.check_absorb(BENCH, rows, heads, (32, 16, 128), parts)
+
+
+@interpreted
+def test_rope_of_queries():
+    small.check_rope(BENCH, 3, 2, 24, 16)
+    small.check_rope(BENCH, 1, 5, 8, 4)
+
+
+@interpreted
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_choice_of_experts(top_k):
+    small.check_route(BENCH, small.Router(24, top_k, range(24), 20), 4, 2, 4)
+
+
+@interpreted
+@pytest.mark.parametrize("local", [range(0, 8), range(8, 24), range(23, 24)])
+@pytest.mark.parametrize("num_tokens", [0, 3, 5])
+def test_experts_elsewhere_and_padding_rows(local, num_tokens):
+    small.check_route(BENCH, small.Router(24, 6, local), 5, 1, num_tokens)
+
+
+@interpreted
+def test_weights_as_they_are_and_one_expert():
+    small.check_route(BENCH, small.Router(10, 3, range(10), 8, normalize=False, scale=1.0), 3, 3, 3)
+    small.check_route(BENCH, small.Router(1, 1, range(1)), 2, 1, 2)
+
+
+@interpreted
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 8), (13, 3), (16, 1)])
+def test_ties_go_to_the_lowest_experts(experts, top_k):
+    small.check_route_ties(BENCH, experts, top_k)
+
+
+@interpreted
+def test_a_rows_bits_do_not_depend_on_the_others():
+    sizes = {"inputs": 64, "outputs": 40, "nope": 16, "kv": 64, "rope": 16}
+    small.check_rows_do_not_depend_on_others(
+        BENCH, sizes, small.dense.Tile(block_o=16, block_i=32, parts=2, stages=1), (1, 4, 16)
+    )

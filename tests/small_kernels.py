@@ -1,0 +1,246 @@
+"""Checks of the products, norms, latents and the router's choice against their twins, at any shapes on any device.
+
+Every check takes a Bench, which says where and in which type; outputs are poisoned before the kernels write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.kernels import reference
+from engine.kernels.gpu import dense, latent, norm, route
+from engine.kernels.reference_kernels import ReferenceKernels
+from tests.mla_cases import relative_error
+
+EPS = 1e-5
+POISON = -7777
+_EMPTY, _EMPTY_LIKE = torch.empty, torch.empty_like
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors hold NaN, or a number that nothing here gives."""
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(float("nan") if x.is_floating_point() else POISON)
+
+    torch.empty = lambda *args, **kwargs: fill(_EMPTY(*args, **kwargs))
+    torch.empty_like = lambda *args, **kwargs: fill(_EMPTY_LIKE(*args, **kwargs))
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = _EMPTY, _EMPTY_LIKE
+
+
+@dataclass
+class Bench:
+    """`bound`: of the relative error that one rounding to `dtype` leaves."""
+
+    device: str
+    dtype: torch.dtype
+    bound: float
+
+    def random(self, *shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed + sum(shape))
+        return torch.randn(*shape, generator=generator, device=self.device).to(dtype or self.dtype)
+
+    def weight(self, outputs: int, inputs: int, seed: int = 1) -> torch.Tensor:
+        return (self.random(outputs, inputs, seed=seed).float() / inputs**0.5).to(self.dtype)
+
+    def cis(self, rows: int, rope: int) -> torch.Tensor:
+        angles = torch.arange(rows, device=self.device).unsqueeze(1) * 0.7 + torch.arange(rope // 2, device=self.device)
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def angles_of(cis: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(cis).flatten(-2)
+
+
+def split_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: int) -> torch.Tensor:
+    """What linear_parts gives, made by PyTorch."""
+    pieces = zip(x_TI.float().chunk(parts, 1), weight_OI.float().chunk(parts, 1), strict=True)
+    return torch.stack([x @ w.t() for x, w in pieces])
+
+
+def check_linear(bench: Bench, rows: int, outputs: int, inputs: int, tile: dense.Tile) -> None:
+    x, weight = bench.random(rows, inputs), bench.weight(outputs, inputs)
+    with poisoned():
+        parts = dense.linear_parts(x, weight, tile)
+        whole = dense.linear_parts(x, weight, tile, bench.dtype)
+    assert parts.dtype == torch.float32 and parts.shape == (tile.parts, rows, outputs)
+    assert relative_error(parts, split_product(x, weight, tile.parts)) < 5e-5
+    assert whole.dtype == bench.dtype and torch.equal(whole, parts.to(bench.dtype))
+
+
+def check_add_norm(bench: Bench, rows: int, width: int, parts: int, dtype: torch.dtype) -> None:
+    """parts 0: a partial sum that was not split."""
+    shape = (parts, rows, width) if parts else (rows, width)
+    partial, residual = bench.random(*shape, dtype=dtype), bench.random(rows, width, seed=3)
+    weight = bench.random(width, seed=4)
+    with poisoned():
+        x, new = norm.add_norm(partial, residual, weight, EPS)
+    expected_x, expected = reference.add_norm(partial, residual, weight, EPS)
+    assert torch.equal(new, expected), "the sum has one order and two roundings"
+    assert relative_error(x, expected_x) < bench.bound
+
+
+def check_rms_norm(bench: Bench, rows: int, width: int) -> None:
+    x, weight = 3 * bench.random(rows, width), bench.random(width, seed=4)
+    with poisoned():
+        out = norm.rms_norm(x, weight, EPS)
+    assert relative_error(out, reference.rms_norm(x, weight, EPS)) < bench.bound
+
+
+def check_silu_mul(bench: Bench, rows: int, width: int) -> None:
+    gate_up = 2 * bench.random(rows, 2 * width)
+    with poisoned():
+        out = norm.silu_mul(gate_up)
+    assert relative_error(out, reference.silu_mul(gate_up)) < bench.bound
+
+
+def check_latents(bench: Bench, rows: int, widths: tuple[int, int, int], parts: int, with_query_norm: bool) -> None:
+    """widths: of the query's latent, of the keys' latent, of the roped key."""
+    query, kv, rope = widths
+    inputs = 64
+    x, weight = bench.random(rows, inputs), bench.weight(sum(widths), inputs)
+    q_norm = bench.random(query, seed=5) if with_query_norm else None
+    kv_norm, cis = bench.random(kv, seed=6), bench.cis(rows, rope)
+    slots = torch.randperm(3 * rows, generator=torch.Generator().manual_seed(rows))[:rows].to(bench.device)
+    cache = torch.full((3, rows, kv + rope), float(POISON), dtype=bench.dtype, device=bench.device)
+    expected_cache = cache.clone()
+    with poisoned():
+        q, new = latent.latents(
+            split_product(x, weight, parts), q_norm, kv_norm, EPS, angles_of(cis), cache, slots
+        )  # fmt: skip
+    expected_q, expected = ReferenceKernels().latents(x, weight, q_norm, kv_norm, EPS, cis, expected_cache, slots)
+    assert relative_error(q, expected_q) < 2 * bench.bound and relative_error(new, expected) < 2 * bench.bound
+    assert torch.equal(cache.view(-1, kv + rope)[slots], new)
+    assert int((cache != POISON).any(-1).sum()) == rows, "other slots stay as they were"
+
+
+def check_absorb(bench: Bench, rows: int, heads: int, widths: tuple[int, int, int], parts: int) -> None:
+    """widths: nope, rope, latent. The heads of W_k lie apart in a larger matrix."""
+    nope, rope, kv = widths
+    inputs = 64
+    q, weight = bench.random(rows, inputs), bench.weight(heads * (nope + rope), inputs)
+    w_k = bench.weight(heads * (nope + 16), kv).view(heads, nope + 16, kv)[:, :nope]
+    cis = bench.cis(rows, rope)
+    with poisoned():
+        out = latent.absorb(split_product(q, weight, parts), w_k, angles_of(cis))
+    expected = ReferenceKernels().absorbed_queries(q, weight, w_k, cis)
+    assert out.shape == (rows, heads, kv + rope) and relative_error(out, expected) < 2 * bench.bound
+
+
+def check_rope(bench: Bench, rows: int, heads: int, nope: int, rope: int) -> None:
+    q, cis = bench.random(rows, heads, nope + rope), bench.cis(rows, rope)
+    expected = torch.cat([q[..., :nope], reference.rotate_pairs(q[..., nope:], cis)], -1)
+    with poisoned():
+        out = latent.rope_in_place(q, nope, angles_of(cis))
+    assert out is q and torch.equal(out[..., :nope], expected[..., :nope])
+    assert relative_error(out, expected) < bench.bound
+
+
+@dataclass
+class Router:
+    """A router of `experts` experts whose rank holds `local`; `shared` columns of the shared expert, 0 for none."""
+
+    experts: int
+    top_k: int
+    local: range
+    shared: int = 0
+    normalize: bool = True
+    scale: float = 2.5
+
+    def logits(self, bench: Bench, rows: int, parts: int) -> torch.Tensor:
+        return bench.random(parts, rows, self.experts + 2 * self.shared, seed=7, dtype=torch.float32)
+
+    def bias(self, bench: Bench) -> torch.Tensor:
+        return 0.3 * bench.random(self.experts, seed=8, dtype=torch.float32)
+
+    def run(self, bench: Bench, parts_PTW: torch.Tensor, bias_E: torch.Tensor, num_tokens: int) -> tuple:
+        count = torch.tensor([num_tokens], dtype=torch.int32, device=bench.device)
+        with poisoned():
+            return route.route(
+                parts_PTW, bias_E, count, self.local, self.top_k, self.normalize, self.scale, bench.dtype
+            )
+
+    def expected_weights(self, scores_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if self.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK * self.scale
+
+
+def check_route(bench: Bench, router: Router, rows: int, parts: int, num_tokens: int) -> None:
+    """The best experts in falling order (by scores, since near-ties may go either way), their weights, and -1s."""
+    logits, bias = router.logits(bench, rows, parts), router.bias(bench)
+    scores_TE = reference.add_parts(logits)[:, : router.experts].sigmoid()
+    every_id, weights, shared = replace(router, local=range(router.experts)).run(bench, logits, bias, rows)
+    every_id = every_id.long()
+    best = (scores_TE + bias).topk(router.top_k, sorted=True).values
+    assert torch.allclose((scores_TE + bias).gather(1, every_id), best, rtol=0, atol=1e-6)
+    assert all(len(set(row)) == router.top_k for row in every_id.tolist())
+    assert relative_error(weights, router.expected_weights(scores_TE, every_id)) < 1e-5
+    ids, same_weights, _ = router.run(bench, logits, bias, num_tokens)
+    count = torch.tensor([num_tokens], device=bench.device)
+    assert ids.dtype == torch.int32 and torch.equal(ids.long(), reference.local_ids(every_id, router.local, count))
+    assert torch.equal(weights, same_weights) and shared.shape == (rows, router.shared)
+    _, twin_weights = reference.route(
+        reference.add_parts(logits)[:, : router.experts], bias, router.top_k, router.normalize, router.scale
+    )
+    assert torch.allclose(weights.sort(-1).values, twin_weights.sort(-1).values, rtol=1e-4)
+    if router.shared:
+        gate_up = reference.add_parts(logits)[:, router.experts :].to(bench.dtype)
+        assert relative_error(shared, reference.silu_mul(gate_up)) < bench.bound
+
+
+def check_route_ties(bench: Bench, experts: int, top_k: int) -> None:
+    """Equal scores go to the lowest experts; a bias decides who, not how much."""
+    router = Router(experts, top_k, range(experts))
+    flat = torch.zeros(1, 3, experts, device=bench.device)
+    ids, weights, _ = router.run(bench, flat, torch.zeros(experts, device=bench.device), 3)
+    assert torch.equal(ids.cpu(), torch.arange(top_k, dtype=torch.int32).expand(3, -1))
+    assert torch.allclose(weights, torch.full_like(weights, router.scale / top_k))
+    bias = torch.zeros(experts, device=bench.device)
+    bias[experts - 1] = 0.1
+    ids, weights, _ = router.run(bench, flat, bias, 3)
+    assert ids[0].tolist() == [experts - 1, *range(top_k - 1)]
+    assert torch.allclose(weights, torch.full_like(weights, router.scale / top_k))
+
+
+def rows_of_everything(bench: Bench, rows: int, sizes: dict[str, int], tile: dense.Tile) -> dict[str, torch.Tensor]:
+    """Every kernel's result for the first `rows` of 64 rows; sizes: inputs, outputs, nope, kv, rope."""
+    inputs, nope, kv, rope = (sizes[name] for name in ("inputs", "nope", "kv", "rope"))
+    heads = 2
+    x = bench.random(64, inputs)[:rows].contiguous()
+    cis = angles_of(bench.cis(64, rope)[:rows])
+    with poisoned():
+        product = dense.linear_parts(x, bench.weight(sizes["outputs"], inputs), tile)
+        kv_parts = dense.linear_parts(x, bench.weight(kv + kv + rope, inputs), tile)
+        q_parts = dense.linear_parts(x, bench.weight(heads * (nope + rope), inputs), tile)
+        cache = torch.zeros(1, 64, kv + rope, dtype=bench.dtype, device=bench.device)
+        norms = bench.random(kv, seed=6)
+        slots = torch.arange(rows, device=bench.device)
+        q, latents = latent.latents(kv_parts, norms, norms, EPS, cis, cache, slots)
+        absorbed = latent.absorb(q_parts, bench.weight(heads * nope, kv).view(heads, nope, kv), cis)
+        out, residual = norm.add_norm(
+            product, bench.random(64, sizes["outputs"], seed=9)[:rows].contiguous(),
+            bench.random(sizes["outputs"], seed=4), EPS,
+        )  # fmt: skip
+        router = Router(sizes["outputs"], 4, range(sizes["outputs"]))
+        ids, weights, _ = router.run(bench, product, router.bias(bench), rows)
+    results = {"product": product.transpose(0, 1), "q": q, "latents": latents, "absorbed": absorbed, "out": out}
+    return results | {"residual": residual, "ids": ids, "weights": weights}
+
+
+def check_rows_do_not_depend_on_others(
+    bench: Bench, sizes: dict[str, int], tile: dense.Tile, counts: tuple[int, ...]
+) -> None:
+    whole = rows_of_everything(bench, max(counts), sizes, tile)
+    for rows in counts:
+        for name, result in rows_of_everything(bench, rows, sizes, tile).items():
+            assert torch.equal(result, whole[name][:rows]), (name, rows)
