@@ -88,8 +88,9 @@ def test_weights_reach_hoppers_matrix_units_through_registers():
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_streaming_read_has_wide_loads(capability):
-    (case,) = stream_read.compile_cases(capability)
-    assert compiled(case, capability).asm["ptx"].count("ld.global.v4") >= stream_read.LOADS
+    for case in stream_read.compile_cases(capability):
+        loads = case[3]["LOADS"]
+        assert compiled(case, capability).asm["ptx"].count("ld.global.v4") >= loads, case[0]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
