@@ -55,7 +55,7 @@ def test_step(tmp_path, model, ep, routing):
         (one["weights GB"] + one["KV GB"]) * 1e12 / result["read_bytes_per_second"], rel=1e-6
     )
     assert four["KV GB"] == pytest.approx(400 * 2 * (32 + 8) * 2 / 1e9)
-    assert four["weights GB"] > one["weights GB"] and four["experts a layer"] > one["experts a layer"]
+    assert four["weights GB"] >= one["weights GB"] and four["experts a layer"] >= one["experts a layer"] > 0
     assert result["world"] == {"tp": 2, "ep": ep} and result["layers"] == 2
     assert prefill["TFLOP"] > 0 and one["TFLOP"] is None
 
