@@ -13,6 +13,8 @@ import triton.language as tl
 from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.pdl import launch_options, wait
 
+ROWS = 16  # tokens a program of the up-projection, whatever their number
+
 
 @triton.jit
 def split_size(length, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
@@ -55,18 +57,20 @@ def _up_project(
     latent_ptr, w_ptr, out_ptr, num_tokens, w_head_stride, w_value_stride, H: tl.constexpr, C: tl.constexpr,
     V: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, v, t): VALUES columns of head h for ROWS tokens; the weight lies on the M side of the product."""
+    """Program (h, v, t): VALUES columns of head h for ROWS tokens; the weight lies on the M side of the product.
+
+    The product is cut in four along C: one long chain of sums would be most of the time."""
     head = tl.program_id(0)
     values = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     tokens = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, C)
+    columns = tl.arange(0, 4)[:, None] * (C // 4) + tl.arange(0, C // 4)[None, :]
     w_rows = w_ptr + head.to(tl.int64) * w_head_stride + values * w_value_stride
-    w_VC = tl.load(w_rows[:, None] + columns[None, :])
+    w_4VC = tl.load(w_rows[None, :, None] + columns[:, None, :])
     places = tokens.to(tl.int64) * H + head
     real = (tokens < num_tokens)[:, None]
     wait(PDL)
-    latent_TC = tl.load(latent_ptr + places[:, None] * C + columns[None, :], mask=real, other=0.0)
-    out_VT = tl.dot(w_VC, tl.trans(latent_TC))
+    latent_4TC = tl.load(latent_ptr + places[None, :, None] * C + columns[:, None, :], mask=real[None], other=0.0)
+    out_VT = tl.sum(tl.dot(w_4VC, tl.permute(latent_4TC, (0, 2, 1))), 0)
     out_rows = out_ptr + places[:, None] * V + values[None, :]
     tl.store(out_rows, tl.trans(out_VT).to(out_ptr.dtype.element_ty), mask=real)
 
@@ -96,10 +100,10 @@ def up_project(latent_THC: torch.Tensor, w_v_HVC: torch.Tensor, values: int) -> 
     tokens, heads, latent = latent_THC.shape
     width = w_v_HVC.shape[1]
     out_THV = torch.empty(tokens, heads, width, dtype=latent_THC.dtype, device=latent_THC.device)
-    rows, values = 16 if tokens <= 16 else 32, min(values, width)
-    _up_project[(heads, width // values, triton.cdiv(tokens, rows))](
+    values = min(values, width)
+    _up_project[(heads, width // values, triton.cdiv(tokens, ROWS))](
         latent_THC, w_v_HVC, out_THV, tokens, w_v_HVC.stride(0), w_v_HVC.stride(1), H=heads, C=latent, V=width,
-        VALUES=values, ROWS=rows, num_warps=4, **launch_options(out_THV.device),
+        VALUES=values, ROWS=ROWS, num_warps=4, **launch_options(out_THV.device),
     )  # fmt: skip
     return out_THV
 
@@ -118,7 +122,5 @@ def merge_cases(splits: dict[str, int], columns: int, warps: int, values: int) -
     """The share of mla_decode.compile_cases; splits: the units' rule and PDL."""
     shape = {"H": 8, "C": 512}
     cases = [("combine", _combine, COMBINE_SIGNATURE, shape | {"COLUMNS": columns} | splits, {"num_warps": warps})]
-    for rows in (16, 32):
-        constants = shape | {"V": 128, "VALUES": values, "ROWS": rows, "PDL": splits["PDL"]}
-        cases.append((f"up_project {rows}", _up_project, UP_PROJECT_SIGNATURE, constants, {"num_warps": 4}))
-    return cases
+    constants = shape | {"V": 128, "VALUES": values, "ROWS": ROWS, "PDL": splits["PDL"]}
+    return [*cases, ("up_project", _up_project, UP_PROJECT_SIGNATURE, constants, {"num_warps": 4})]

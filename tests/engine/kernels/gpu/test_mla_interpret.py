@@ -128,9 +128,13 @@ def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
     ("query_lens", "seq_lens"),
     [([70], [70]), ([17, 65], [17, 65]), ([33, 20], [33 + 48, 20 + 7]), ([20, 18, 64], [20, 18 + 70, 64])],
 )
-def test_chunks_over_their_context(query_lens, seq_lens):
+@pytest.mark.parametrize("tma", [False, True])
+def test_chunks_over_their_context(query_lens, seq_lens, tma, monkeypatch):
     from engine.attention.triton import TritonAttention
+    from engine.kernels.gpu import mla_prefill
 
+    config = mla_prefill.PrefillConfig(queries=32, keys=16, stages=1, tma=tma)
+    monkeypatch.setattr(mla_prefill, "GENERAL", config)
     q, rows, cache, batch, kv_b = chunk_case(query_lens, seq_lens)
     got = TritonAttention(context_tokens=32).prefill(q, rows, cache, batch, SCALE, kv_b)
     expected = reference.mla_prefill(
