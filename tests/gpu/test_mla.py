@@ -16,12 +16,12 @@ SCALE = 0.07
 FULL = {"latent": 512, "rope": 64, "values": 128, "page": 64, "device": "cuda"}
 
 
-def decode(case, poison: bool = True):
+def decode(case, poison: bool = True, config=None):
     from engine.kernels.gpu.mla_decode import mla_decode
 
     if poison:  # what the allocator hands out next is full of NaN
         torch.full((2**26,), float("nan"), device="cuda")
-    return mla_decode(*case.arguments(SCALE))
+    return mla_decode(*case.arguments(SCALE), config=config)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -32,6 +32,16 @@ def test_decode_of_random_batches(heads, seed):
     seq_lens = [choice.choice([0, n, n + 63, choice.randint(n, 300), choice.randint(n, 9000)]) for n in query_lens]
     case = decode_case(query_lens, [*seq_lens[:-1], 5000], heads=heads, seed=seed, **FULL)
     assert relative_error(decode(case), expected_decode(case, SCALE)) < 6e-3
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_the_kernel_that_any_gpu_can_run(heads):
+    from engine.kernels.gpu.mla_decode import GENERAL
+
+    case = decode_case([1, 4, 2], [700, 9001, 64], heads=heads, **FULL)
+    whole = decode(case, config=GENERAL)
+    assert relative_error(whole, expected_decode(case, SCALE)) < 6e-3
+    assert torch.equal(decode(case.request(1, 2, 3), config=GENERAL)[0], whole[3])
 
 
 @pytest.mark.parametrize("seq_len", [4094, 4096, 4098, 8193, 16385])

@@ -1,7 +1,7 @@
 """Absorbed multi-head latent attention over a paged cache for a few query tokens a request (DeepSeek-V2, section 2.1).
 
-Two kernels. `_attend` reads each tile of keys once for all heads and query tokens of its request and leaves one partial
-sum a split; `_merge` adds the splits by log-sum-exp and multiplies by W_UV. Tokens lie on the M side of both products
+`_attend` reads each tile of keys once for all heads and query tokens of its request and leaves one partial sum a split;
+the kernels of mla_merge add the splits by log-sum-exp and multiply by W_UV. Tokens lie on the M side of both products
 (S^T = K q^T, O^T = V^T P^T), so that eight heads fill one instruction and the sums stay small.
 
 A split is a range of keys which follows from the length that a row sees, never from the batch: the same row gives the
@@ -19,47 +19,43 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.gpu import mla_decode_hopper
 from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
-from engine.kernels.gpu.pdl import launch_options, prefetch_rows, wait
+from engine.kernels.gpu.mla_merge import combine, merge_cases, split_size, up_project
+from engine.kernels.gpu.pdl import launch_options, wait
 
 MAX_QUERY_LEN = 16
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others do not.
+    """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others hardly.
 
-    hopper: the Gluon kernel of mla_decode_hopper where the shape fits it, which ignores tokens, tma, warps and
-    max_registers. tokens: keys a tile, a divisor of the page; tma: whole tiles come by the tensor memory accelerator;
-    stages: tiles in flight; max_registers: of a thread, or None; max_rows: heads x query tokens that one program takes
-    at most; programs: resident programs an SM; min_split: fewest keys a split, a multiple of 64; partial: type of the
-    splits' sums; early: tables, lengths and, in the Gluon kernel, keys of earlier steps are read before the previous
-    kernel ends, which asks that none of the kernels just before writes lengths or block tables; merge_values,
-    merge_rows, merge_splits: value columns and rows a program of the merge, splits it reads at once.
+    hopper: the Gluon kernel of mla_decode_hopper where the shape fits it, which takes no other number of tokens and
+    warps than its own; tokens: keys a tile, a divisor of the page; stages: tiles in flight; max_rows: heads x query
+    tokens that one program takes at most; programs: resident programs an SM; min_split: fewest keys a split, a multiple
+    of 64; max_splits: a power of two; newest_early: the Gluon kernel reads this step's keys, too, before the previous
+    kernel ends, which asks that the previous kernel does not write them; columns, combine_warps, values: latent columns
+    and warps, value columns of a program of the two kernels that merge.
     """
 
     hopper: bool = False
-    tokens: int = 64
-    tma: bool = False
+    tokens: int = 32
     stages: int = 2
     warps: int = 4
-    max_rows: int = 64
-    max_registers: int | None = None
+    max_rows: int = 32
     programs: int = 1
-    min_split: int = 64
+    min_split: int = 128
     max_splits: int = 64
-    partial: torch.dtype = torch.bfloat16
-    early: bool = False
-    merge_values: int = 32
-    merge_rows: int = 1
-    merge_splits: int = 16
+    newest_early: bool = False
+    columns: int = 128
+    combine_warps: int = 4
+    values: int = 32
 
 
-GENERAL = DecodeConfig(tokens=32, stages=2, max_rows=32)
-CONFIGS = {(9, 0): DecodeConfig()}
+GENERAL = DecodeConfig()
+CONFIGS = {(9, 0): DecodeConfig(hopper=True)}
 
 
 def config_for(capability: tuple[int, int]) -> DecodeConfig:
@@ -68,16 +64,10 @@ def config_for(capability: tuple[int, int]) -> DecodeConfig:
 
 
 @triton.jit
-def _split_size(length, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Keys a split of a row that sees `length` keys: the smallest multiple of 64 that needs at most MAX_SPLITS."""
-    return tl.maximum(((length + MAX_SPLITS * 64 - 1) // (MAX_SPLITS * 64)) * 64, MIN_SPLIT)
-
-
-@triton.jit
 def _num_units(query_len, seq_len, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """Splits of the request's last row, and, where its first row has smaller ones, MAX_SPLITS of those as well."""
-    size = _split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
-    first_size = _split_size(seq_len - query_len + 1, MIN_SPLIT, MAX_SPLITS)
+    size = split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
+    first_size = split_size(seq_len - query_len + 1, MIN_SPLIT, MAX_SPLITS)
     units = (seq_len + size - 1) // size + tl.where(first_size < size, MAX_SPLITS, 0)
     return tl.where((seq_len > 0) & (query_len > 0), units, 0)
 
@@ -100,8 +90,6 @@ def _tile(latent_KC, rope_KR, q_RC, q_RR, acc_CR, top, denominator, visible, sca
 def _attend(
     q_ptr,
     cache_ptr,
-    latent_source,
-    rope_source,
     table_ptr,
     starts_ptr,
     lens_ptr,
@@ -120,13 +108,10 @@ def _attend(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    EARLY: tl.constexpr,
-    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries."""
-    if not EARLY:
-        wait(PDL)
+    wait(PDL)
     requests = tl.arange(0, REQUESTS)
     known = requests < num_requests
     lens = tl.load(lens_ptr + requests, mask=known, other=0)
@@ -135,16 +120,6 @@ def _attend(
     units = _num_units(query_lens, lens, MIN_SPLIT, MAX_SPLITS)
     ends = tl.cumsum(units, 0)
     total = tl.sum(units, 0)
-    if EARLY:
-        if tl.program_id(0) < total:
-            n = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)
-            split = tl.program_id(0) - tl.sum(tl.where(requests == n, ends - units, 0), 0)
-            first_key = split * _split_size(tl.load(lens_ptr + n), MIN_SPLIT, MAX_SPLITS)
-            if first_key < tl.load(lens_ptr + n):
-                page = tl.load(table_ptr + n.to(tl.int64) * table_stride + first_key // PAGE).to(tl.int64)
-                half_rows = page * (PAGE * (C + R)) + tl.arange(0, 2 * PAGE) * ((C + R) // 2)
-                prefetch_rows(cache_ptr + half_rows, C + R, PDL)
-        wait(PDL)
 
     tokens = tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -156,15 +131,15 @@ def _attend(
         seq_len = tl.load(lens_ptr + n)
         first_row = tl.load(starts_ptr + n)
         query_len = tl.load(starts_ptr + n + 1) - first_row
-        size = _split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
+        size = split_size(seq_len, MIN_SPLIT, MAX_SPLITS)
         stop = seq_len
         num_splits = (seq_len + size - 1) // size
         if split >= num_splits:  # a unit of the rows whose shorter view has smaller splits
             split -= num_splits
-            size = _split_size(seq_len - query_len + 1, MIN_SPLIT, MAX_SPLITS)
+            size = split_size(seq_len - query_len + 1, MIN_SPLIT, MAX_SPLITS)
             stop = size * MAX_SPLITS
         row_lens = tl.where(rows < query_len * H, seq_len - query_len + 1 + rows // H, 0)
-        row_size = _split_size(row_lens, MIN_SPLIT, MAX_SPLITS)
+        row_size = split_size(row_lens, MIN_SPLIT, MAX_SPLITS)
         wanted = (row_lens > split * size) & (row_size == size)
         if tl.max(wanted.to(tl.int32), 0) > 0:
             q_rows = q_ptr + (first_row.to(tl.int64) * H + rows) * (C + R)
@@ -176,25 +151,16 @@ def _attend(
             denominator = tl.zeros([ROWS], tl.float32)
             acc_CR = tl.zeros([C, ROWS], tl.float32)
             stop = tl.minimum(stop, (split + 1) * size)
-            begin = split * size
-            whole_stop = begin
-            if TMA:  # pages are whole tiles but for the last, whose unwritten rows may hold anything
-                whole_stop += (stop - begin) // TOKENS * TOKENS
-                for t in tl.range(begin, whole_stop, TOKENS, num_stages=STAGES):
-                    first = tl.load(table_row + t // PAGE).to(tl.int32) * PAGE + t % PAGE
-                    acc_CR, top, denominator = _tile(
-                        latent_source.load([first, 0]), rope_source.load([first, C]), q_RC, q_RR, acc_CR, top,
-                        denominator, (t + tokens)[:, None] < row_lens[None, :], scale_log2,
-                    )  # fmt: skip
-            for t in tl.range(whole_stop, stop, TOKENS, num_stages=1 if TMA else STAGES):
+            for t in tl.range(split * size, stop, TOKENS, num_stages=STAGES):
                 page = tl.load(table_row + t // PAGE).to(tl.int64)
                 key_rows = cache_ptr + page * (PAGE * (C + R)) + (t % PAGE + tokens) * (C + R)
                 written = (t + tokens < seq_len)[:, None]
+                latent_KC = tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0)
+                rope_KR = tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0)
+                visible = (t + tokens)[:, None] < row_lens[None, :]
                 acc_CR, top, denominator = _tile(
-                    tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0),
-                    tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0),
-                    q_RC, q_RR, acc_CR, top, denominator, (t + tokens)[:, None] < row_lens[None, :], scale_log2,
-                )  # fmt: skip
+                    latent_KC, rope_KR, q_RC, q_RR, acc_CR, top, denominator, visible, scale_log2
+                )
             out_RC = tl.trans(acc_CR / denominator[None, :])
             places = (first_row.to(tl.int64) * H + rows) * MAX_SPLITS + split
             out_rows = partial_ptr + places * C
@@ -202,67 +168,6 @@ def _attend(
                 out_rows[:, None] + columns[None, :], out_RC.to(partial_ptr.dtype.element_ty), mask=wanted[:, None]
             )
             tl.store(lse_ptr + places, top + tl.log2(denominator), mask=wanted)
-
-
-@triton.jit(**SPECIALIZATION)
-def _merge(
-    partial_ptr,
-    lse_ptr,
-    w_ptr,
-    starts_ptr,
-    lens_ptr,
-    out_ptr,
-    num_tokens,
-    num_requests,
-    w_head_stride,
-    w_value_stride,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    V: tl.constexpr,
-    VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (t, h, v): ROWS rows of one head, VALUES columns: W_UV times the splits, merged in order."""
-    head = tl.program_id(1)
-    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    columns = tl.arange(0, C)
-    w_rows = w_ptr + head.to(tl.int64) * w_head_stride + values * w_value_stride
-    w_VC = tl.load(w_rows[:, None] + columns[None, :]).to(tl.float32)
-    wait(PDL)
-    requests = tl.arange(0, REQUESTS)
-    stops = tl.load(starts_ptr + 1 + requests, mask=requests < num_requests, other=2147483647)
-    splits = tl.arange(0, SPLITS)
-    all_splits = tl.arange(0, MAX_SPLITS)
-    for i in range(ROWS):
-        row = tl.program_id(0) * ROWS + i
-        n = tl.sum((stops <= row).to(tl.int32), 0)
-        owned = (n < num_requests) & (row < num_tokens)
-        seq_len = tl.load(lens_ptr + n, mask=owned, other=0)
-        stop_row = tl.load(starts_ptr + n + 1, mask=owned, other=0)
-        length = tl.where(seq_len > 0, seq_len - (stop_row - 1 - row), 0)
-        size = _split_size(length, MIN_SPLIT, MAX_SPLITS)
-        num_splits = (length + size - 1) // size
-        place = (row.to(tl.int64) * H + head) * MAX_SPLITS
-        lse = tl.load(lse_ptr + place + all_splits, mask=all_splits < num_splits, other=-1e30)
-        top = tl.max(lse, 0)
-        acc_C = tl.zeros([C], tl.float32)
-        total = tl.zeros([SPLITS], tl.float32)
-        for s in range(0, num_splits, SPLITS):
-            here = s + splits < num_splits
-            weight = tl.exp2(tl.load(lse_ptr + place + s + splits, mask=here, other=-1e30) - top)
-            weight = tl.where(here, weight, 0.0)
-            parts = partial_ptr + (place + s + splits)[:, None] * C + columns[None, :]
-            acc_C += tl.sum(tl.load(parts, mask=here[:, None], other=0.0).to(tl.float32) * weight[:, None], 0)
-            total += weight
-        acc_C = acc_C / tl.maximum(tl.sum(total, 0), 1e-30)
-        out_V = tl.sum(w_VC * acc_C[None, :], 1)
-        out_row = out_ptr + (row.to(tl.int64) * H + head) * V
-        tl.store(out_row + values, out_V.to(out_ptr.dtype.element_ty), mask=row < num_tokens)
 
 
 @lru_cache
@@ -277,21 +182,6 @@ def _tuned(device: torch.device) -> DecodeConfig:
 
 def _power_of_two(n: int, least: int) -> int:
     return max(least, 1 << (n - 1).bit_length())
-
-
-def _attend_shape(config: DecodeConfig, rows: int) -> tuple[int, int]:
-    """(rows a program, its warps) for `rows` = heads x query tokens: sums of [C, rows] must fit the registers."""
-    tile = min(_power_of_two(rows, 16), config.max_rows)
-    return tile, config.warps if tile < 64 else 2 * config.warps
-
-
-def _sources(cache: torch.Tensor, latent: int, tile: int, tma: bool) -> tuple:
-    """Descriptors of the latent's and the rope's tiles; int32 rows reach 2^31 tokens, offsets in them are 64-bit."""
-    if not tma:
-        return cache, cache
-    rows = cache.view(-1, cache.shape[2])
-    rope = cache.shape[2] - latent
-    return TensorDescriptor.from_tensor(rows, [tile, latent]), TensorDescriptor.from_tensor(rows, [tile, rope])
 
 
 def mla_decode(
@@ -321,66 +211,45 @@ def mla_decode(
         raise ValueError("queries, cache and W_UV must be contiguous rows of one width; make them so before the call")
     options = launch_options(q_THX.device)
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 32)}
-    partial = torch.empty(tokens, heads, config.max_splits, latent, dtype=config.partial, device=q_THX.device)
+    partial = torch.empty(tokens, heads, config.max_splits, latent, dtype=q_THX.dtype, device=q_THX.device)
     lse = torch.empty(tokens, heads, config.max_splits, dtype=torch.float32, device=q_THX.device)
-    out_THV = torch.empty(tokens, heads, w_v_HVC.shape[1], dtype=q_THX.dtype, device=q_THX.device)
-    rows, warps = _attend_shape(config, heads * max_query_len)
+    rows = min(_power_of_two(heads * max_query_len, 16), config.max_rows)
     programs = min(requests * config.max_splits, _num_sms(q_THX.device) * config.programs)
     grid = (programs, triton.cdiv(heads * max_query_len, rows))
     arguments = (block_table_NB, query_starts_N1, seq_lens_N, partial, lse)
     arguments += (block_table_NB.stride(0), requests, scale * 1.4426950408889634)
-    constants = {"H": heads, "C": latent, "R": width - latent, "ROWS": rows, "EARLY": config.early} | splits
+    constants = {"H": heads, "C": latent, "R": width - latent, "ROWS": rows, "STAGES": config.stages} | splits
     if config.hopper and page == 64 and latent % 64 == 0 and width - latent == 64 and q_THX.dtype == torch.bfloat16:
-        mla_decode_hopper.launch(grid, q_THX, cache, arguments, constants | {"STAGES": config.stages}, options)
+        constants["NEWEST"] = config.newest_early
+        mla_decode_hopper.launch(grid, q_THX, cache, arguments, constants, options)
     else:
-        tile = min(config.tokens, page)
-        _attend[grid](
-            q_THX, cache, *_sources(cache, latent, tile, config.tma), *arguments, **constants, PAGE=page, TOKENS=tile,
-            STAGES=config.stages, TMA=config.tma, num_warps=warps, maxnreg=config.max_registers, **options,
-        )  # fmt: skip
-    values = min(config.merge_values, w_v_HVC.shape[1])
-    _merge[(triton.cdiv(tokens, config.merge_rows), heads, w_v_HVC.shape[1] // values)](
-        partial, lse, w_v_HVC, query_starts_N1, seq_lens_N, out_THV, tokens, requests,
-        w_v_HVC.stride(0), w_v_HVC.stride(1), H=heads, C=latent, V=w_v_HVC.shape[1], VALUES=values,
-        ROWS=config.merge_rows, SPLITS=min(config.merge_splits, config.max_splits), **splits, num_warps=8, **options,
-    )  # fmt: skip
-    return out_THV
+        tile = {"PAGE": page, "TOKENS": min(config.tokens, page)}
+        _attend[grid](q_THX, cache, *arguments, **constants, **tile, num_warps=config.warps, **options)
+    latent_THC = combine(partial, lse, query_starts_N1, seq_lens_N, splits, config.columns, config.combine_warps)
+    return up_project(latent_THC, w_v_HVC, config.values)
 
 
 ATTEND_SIGNATURE = {
     "q_ptr": "*bf16", "table_ptr": "*i64", "starts_ptr": "*i32", "lens_ptr": "*i32",
     "partial_ptr": "*bf16", "lse_ptr": "*fp32", "table_stride": "i32", "num_requests": "i32", "scale_log2": "fp32",
 }  # fmt: skip
-MERGE_SIGNATURE = {
-    "partial_ptr": "*bf16", "lse_ptr": "*fp32", "w_ptr": "*bf16", "starts_ptr": "*i32", "lens_ptr": "*i32",
-    "out_ptr": "*bf16", "num_tokens": "i32", "num_requests": "i32", "w_head_stride": "i32", "w_value_stride": "i32",
-}  # fmt: skip
 
 
 def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = None) -> list[tuple]:
     """(name, kernel, signature, constants, options) of the shapes in use: 8 to 64 heads, 1 to 16 query tokens."""
     config = config or config_for(capability)
-    splits = {
-        "MIN_SPLIT": config.min_split,
-        "MAX_SPLITS": config.max_splits,
-        "REQUESTS": 64,
-        "PDL": capability >= (9, 0),
-    }
+    splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": 64}
+    splits["PDL"] = capability >= (9, 0)
     cases = []
     for heads, query_len in ((8, 1), (8, 4), (64, 4)):
-        rows, warps = _attend_shape(config, heads * query_len)
-        shape = {"H": heads, "C": 512, "R": 64, "ROWS": rows}
-        constants = shape | {"STAGES": config.stages, "EARLY": config.early} | splits
+        rows = min(_power_of_two(heads * query_len, 16), config.max_rows)
+        constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows, "STAGES": config.stages} | splits
         name = f"attend {heads}x{query_len}"
         if config.hopper:
+            constants["NEWEST"] = config.newest_early
             cases.append(mla_decode_hopper.compile_case(name, ATTEND_SIGNATURE, constants))
             continue
-        constants |= {"PAGE": 64, "TOKENS": config.tokens, "TMA": config.tma}
-        sources = [f"tensordesc<bf16[{config.tokens},{n}]>" if config.tma else "*bf16" for n in (512, 64)]
+        constants |= {"PAGE": 64, "TOKENS": config.tokens}
         signature = ATTEND_SIGNATURE | {"cache_ptr": "*bf16"}
-        signature |= dict(zip(("latent_source", "rope_source"), sources, strict=True))
-        cases.append((name, _attend, signature, constants, {"num_warps": warps, "maxnreg": config.max_registers}))
-    shape = {"H": 8, "C": 512, "V": 128, "VALUES": config.merge_values, "ROWS": config.merge_rows}
-    constants = shape | {"SPLITS": config.merge_splits} | splits
-    cases.append(("merge", _merge, MERGE_SIGNATURE, constants, {"num_warps": 8}))
-    return cases
+        cases.append((name, _attend, signature, constants, {"num_warps": config.warps}))
+    return cases + merge_cases(splits, config.columns, config.combine_warps, config.values)

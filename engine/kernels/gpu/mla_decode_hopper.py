@@ -82,27 +82,39 @@ def _clear(latent, num_rows, C: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(
-    ahead, token, stop, table, new_from, table_ptr, table_stride, total, ends, units, lens, first_rows, query_lens,
-    requests, MIN_SPLIT: gl.constexpr, MAX_SPLITS: gl.constexpr,
+def _issue_q(latent_desc, rope_desc, row, q_latent, q_rope, bar, C: gl.constexpr):
+    """Starts the load of a unit's queries; rows past its own are the next token's or zeros, and come to nothing."""
+    mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(latent_desc, [row, 0], bar, q_latent)
+    tma.async_copy_global_to_shared(rope_desc, [row, C], bar, q_rope)
+
+
+@gluon.jit
+def _advance(
+    go, ahead, token, stop, table, new_from, page, table_ptr, table_stride, total, ends, units, lens, first_rows,
+    query_lens, requests, MIN_SPLIT: gl.constexpr, MAX_SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Moves the cursor of the loads to the next tile, in this unit or at the start of the program's next."""
-    token += 64
-    if token >= stop:
-        ahead += gl.num_programs(0)
-        n, _row, query_len, seq_len, split, size, stop = _describe(
-            ahead, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
-        )
-        token = split * size
-        table = n.to(gl.int64) * table_stride
-        new_from = seq_len - query_len
+    """Moves the cursor of the loads, where `go`, to the next tile, in this unit or at the start of the next.
+
+    Without branches, as it runs beside the tensor cores."""
+    token = gl.where(go, token + 64, token)
+    ends_unit = token >= stop
+    ahead = gl.where(ends_unit, ahead + gl.num_programs(0), ahead)
+    n, _row, query_len, seq_len, split, size, next_stop = _describe(
+        ahead, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
+    )
+    token = gl.where(ends_unit, split * size, token)
+    stop = gl.where(ends_unit, next_stop, stop)
+    table = gl.where(ends_unit, n.to(gl.int64) * table_stride, table)
+    new_from = gl.where(ends_unit, seq_len - query_len, new_from)
     page = gl.load(table_ptr + table + token // 64, mask=ahead < total, other=0).to(gl.int32)
     return ahead, token, stop, table, new_from, page
 
 
 @gluon.jit(**SPECIALIZATION)
 def _attend(
-    q_ptr,
+    q_latent_desc,
+    q_rope_desc,
     latent_desc,
     rope_desc,
     table_ptr,
@@ -121,28 +133,29 @@ def _attend(
     MIN_SPLIT: gl.constexpr,
     MAX_SPLITS: gl.constexpr,
     REQUESTS: gl.constexpr,
-    EARLY: gl.constexpr,
+    NEWEST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries."""
+    """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries.
+
+    Lengths, tables and keys are read before the previous kernel ends: with NEWEST all keys, else those of earlier
+    steps. The kernel just before may write none of them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, mma)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     each: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
-    q_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     probs_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=ROWS * 2, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = latent_desc.dtype
     latent_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, C], latent_desc.layout)
     rope_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, R], rope_desc.layout)
-    q_latent = gl.allocate_shared_memory(dtype, [ROWS, C], q_layout)
-    q_rope = gl.allocate_shared_memory(dtype, [ROWS, R], q_layout)
+    q_latent = gl.allocate_shared_memory(dtype, [ROWS, C], q_latent_desc.layout)
+    q_rope = gl.allocate_shared_memory(dtype, [ROWS, R], q_rope_desc.layout)
     probs_tile = gl.allocate_shared_memory(dtype, [64, ROWS], probs_layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-    if not EARLY:
-        wait(PDL)
+    mbarrier.init(q_bar, count=1)
 
     requests = gl.arange(0, REQUESTS, layout=each)
     known = requests < num_requests
@@ -156,61 +169,50 @@ def _attend(
     ends = gl.associative_scan(units, 0, _add)
     total = gl.sum(units, 0)
 
-    # The cursor of the loads runs ahead of the sums by the tiles of the ring.
-    ahead = gl.program_id(0)
-    n, _row, query_len, seq_len, split, size, ahead_stop = _describe(
-        ahead, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
+    unit = gl.program_id(0)
+    n, first_row, query_len, seq_len, split, size, stop = _describe(
+        unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
     )
+    # The cursor of the loads runs ahead of the sums by the tiles of the ring.
+    ahead = unit
     ahead_token = split * size
+    ahead_stop = stop
     ahead_table = n.to(gl.int64) * table_stride
     new_from = seq_len - query_len
     page = gl.load(table_ptr + ahead_table + ahead_token // 64, mask=ahead < total, other=0).to(gl.int32)
     issued = 0
+    while (issued < STAGES) & (ahead < total) & (NEWEST | (ahead_token + 64 <= new_from)):
+        _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
+        issued += 1
+        ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
+            True, ahead, ahead_token, ahead_stop, ahead_table, new_from, page, table_ptr, table_stride, total, ends,
+            units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
+        )  # fmt: skip
+    wait(PDL)
+    first_of_tile = gl.program_id(1) * ROWS
+    if unit < total:
+        _issue_q(q_latent_desc, q_rope_desc, first_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
+    while (issued < STAGES) & (ahead < total):
+        _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
+        issued += 1
+        ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
+            True, ahead, ahead_token, ahead_stop, ahead_table, new_from, page, table_ptr, table_stride, total, ends,
+            units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
+        )  # fmt: skip
     used = 0
-    if EARLY:  # all but the rows of this step are there before the previous kernel ends
-        while (issued < STAGES) & (ahead < total) & (ahead_token + 64 <= new_from):
-            _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
-            issued += 1
-            ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _next_tile(
-                ahead, ahead_token, ahead_stop, ahead_table, new_from, table_ptr, table_stride, total, ends, units,
-                lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
-            )  # fmt: skip
-        wait(PDL)
-    unit = gl.program_id(0)
-    rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=row_layout)
+    q_phase = 0
+    rows = first_of_tile + gl.arange(0, ROWS, layout=row_layout)
     keys = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    wide_rows = first_of_tile + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    wide_columns = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, wide)), 0)
     while unit < total:
-        n, first_row, query_len, seq_len, split, size, stop = _describe(
-            unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
-        )
-        first_place = first_row.to(gl.int64) * H
-        wide_rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-        wide_columns = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, wide)), 0)
-        wide_real = gl.expand_dims(wide_rows < query_len * H, 1)
-        at = q_ptr + gl.expand_dims((first_place + wide_rows) * (C + R), 1)
-        q_RC = gl.load(at + wide_columns, mask=wide_real, other=0.0)
-        narrow_rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
-        narrow_columns = gl.expand_dims(C + gl.arange(0, R, layout=gl.SliceLayout(0, narrow)), 0)
-        at = q_ptr + gl.expand_dims((first_place + narrow_rows) * (C + R), 1)
-        q_RR = gl.load(at + narrow_columns, mask=gl.expand_dims(narrow_rows < query_len * H, 1), other=0.0)
-        q_latent.store(q_RC)
-        q_rope.store(q_RR)
-        fence_async_shared()
-        gl.thread_barrier()
         row_lens = gl.where(rows < query_len * H, seq_len - query_len + 1 + rows // H, 0)
         top = gl.full([ROWS], -1e30, gl.float32, layout=row_layout)
         sums = gl.zeros([64, ROWS], gl.float32, layout=mma)
         acc = gl.zeros([C, ROWS], gl.float32, layout=mma)
         token = split * size
+        mbarrier.wait(q_bar, q_phase)
         while token < stop:
-            # Fills the ring at the start, and then each slot as soon as its tile has been used.
-            while (issued < used + STAGES) & (ahead < total):
-                _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
-                issued += 1
-                ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _next_tile(
-                    ahead, ahead_token, ahead_stop, ahead_table, new_from, table_ptr, table_stride, total, ends,
-                    units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
-                )  # fmt: skip
             latent = latent_ring.index(used % STAGES)
             rope = rope_ring.index(used % STAGES)
             mbarrier.wait(bars.index(used % STAGES), (used // STAGES) & 1)
@@ -219,6 +221,11 @@ def _attend(
             scores = gl.zeros([64, ROWS], gl.float32, layout=mma)
             scores = warpgroup_mma(latent, q_latent.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, is_async=True)
+            # A tile was issued at the end of the last turn; the first turn found the cursor already moved.
+            ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
+                used > 0, ahead, ahead_token, ahead_stop, ahead_table, new_from, page, table_ptr, table_stride, total,
+                ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
+            )  # fmt: skip
             scores = warpgroup_mma_wait(0, deps=(scores,))
             visible = gl.expand_dims(token + keys, 1) < gl.expand_dims(row_lens, 0)
             scores = gl.where(visible, scores * scale_log2, -1e30)
@@ -234,34 +241,46 @@ def _attend(
             acc = warpgroup_mma(latent.permute((1, 0)), probs_tile, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             gl.thread_barrier()
+            if ahead < total:  # the slot is free: its next tile starts at once, before a unit's end is dealt with
+                _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, used, C, STAGES)
             used += 1
             token += 64
-        denominator = gl.sum(sums, 0)
-        out = (acc * gl.expand_dims(1.0 / denominator, 0)).to(partial_ptr.dtype.element_ty)
+        place = first_row.to(gl.int64) * H
         wanted = (row_lens > split * size) & (_split_size(row_lens, MIN_SPLIT, MAX_SPLITS) == size)
-        gl.store(lse_ptr + (first_place + rows) * MAX_SPLITS + split, top + gl.log2(denominator), mask=wanted)
         wide_lens = gl.where(wide_rows < query_len * H, seq_len - query_len + 1 + wide_rows // H, 0)
         wide_wanted = (wide_lens > split * size) & (_split_size(wide_lens, MIN_SPLIT, MAX_SPLITS) == size)
-        at = partial_ptr + gl.expand_dims(((first_place + wide_rows) * MAX_SPLITS + split) * C, 1)
+        lse_at = lse_ptr + (place + rows) * MAX_SPLITS + split
+        at = partial_ptr + gl.expand_dims(((place + wide_rows) * MAX_SPLITS + split) * C, 1)
+        unit += gl.num_programs(0)
+        n, first_row, query_len, seq_len, split, size, stop = _describe(
+            unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
+        )
+        q_phase = q_phase ^ 1
+        if unit < total:
+            _issue_q(q_latent_desc, q_rope_desc, first_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
+        denominator = gl.sum(sums, 0)
+        gl.store(lse_at, top + gl.log2(denominator), mask=wanted)
+        out = (acc * gl.expand_dims(1.0 / denominator, 0)).to(partial_ptr.dtype.element_ty)
         out = gl.convert_layout(gl.permute(out, (1, 0)), wide)
         gl.store(at + wide_columns, out, mask=gl.expand_dims(wide_wanted, 1))
-        unit += gl.num_programs(0)
 
 
 def launch(
     grid: tuple[int, int], q_THX: torch.Tensor, cache: torch.Tensor, arguments: tuple, constants: dict, options: dict
 ) -> None:
     """Launches on `arguments` from block_table_NB to the scale, as mla_decode passes them to its own kernel."""
-    rows_LX = cache.view(-1, cache.shape[2])
     sources = [
-        TensorDescriptor.from_tensor(rows_LX, [TOKENS, width], TILE_LAYOUT)
-        for width in (constants["C"], constants["R"])
+        TensorDescriptor.from_tensor(rows_LX, [height, constants[width]], TILE_LAYOUT)
+        for rows_LX, height in ((q_THX.flatten(0, 1), constants["ROWS"]), (cache.flatten(0, 1), TOKENS))
+        for width in ("C", "R")
     ]
-    _attend[grid](q_THX, *sources, *arguments, **constants, **options, num_warps=4)
+    _attend[grid](*sources, *arguments, **constants, **options, num_warps=4)
 
 
 def compile_case(name: str, signature: dict, constants: dict) -> tuple:
     """One entry of mla_decode.compile_cases; the kernel's own source class is Gluon's."""
-    sources = [f"tensordesc<bf16[{TOKENS},{constants[width]}],{TILE_LAYOUT!r}>" for width in ("C", "R")]
-    signature = signature | dict(zip(("latent_desc", "rope_desc"), sources, strict=True))
-    return name, _attend, signature, constants, {"num_warps": 4}
+    names = ("q_latent_desc", "q_rope_desc", "latent_desc", "rope_desc")
+    shapes = [(height, constants[width]) for height in (constants["ROWS"], TOKENS) for width in ("C", "R")]
+    sources = [f"tensordesc<bf16[{height},{width}],{TILE_LAYOUT!r}>" for height, width in shapes]
+    signature = {key: value for key, value in signature.items() if key != "q_ptr"}
+    return name, _attend, signature | dict(zip(names, sources, strict=True)), constants, {"num_warps": 4}

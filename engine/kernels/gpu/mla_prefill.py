@@ -13,18 +13,20 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.gpu.pdl import launch_options, wait
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """queries, keys: rows of a tile; stages: tiles of keys in flight."""
+    """queries, keys: rows of a tile; stages: tiles in flight; tma: keys come by the tensor memory accelerator."""
 
     queries: int = 128
     keys: int = 128
     stages: int = 2
     warps: int = 8
+    tma: bool = False
 
 
 GENERAL = PrefillConfig(queries=64, keys=32, stages=2, warps=4)
@@ -38,28 +40,16 @@ def config_for(capability: tuple[int, int]) -> PrefillConfig:
 
 @triton.jit
 def _tile(
-    q_QD, q_QR, acc_QV, top, denominator, nope_rows, rope_rows, value_rows, tile_start, num_keys, queries_at,
-    scale_log2, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    q_QD, q_QR, key_KD, key_KR, value_KV, acc_QV, top, denominator, keys_at, num_keys, queries_at, scale_log2,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: online softmax in powers of two."""
-    keys = tl.arange(0, KEYS)
-    if MASK:
-        real = (tile_start + keys < num_keys)[:, None]
-        key_KD = tl.load(nope_rows + tl.arange(0, D)[None, :], mask=real, other=0.0)
-        key_KR = tl.load(rope_rows + tl.arange(0, R)[None, :], mask=real, other=0.0)
-        value_KV = tl.load(value_rows + tl.arange(0, V)[None, :], mask=real, other=0.0)
-    else:
-        key_KD = tl.load(nope_rows + tl.arange(0, D)[None, :])
-        key_KR = tl.load(rope_rows + tl.arange(0, R)[None, :])
-        value_KV = tl.load(value_rows + tl.arange(0, V)[None, :])
     scores = tl.dot(q_QD, tl.trans(key_KD))
     scores = tl.dot(q_QR, tl.trans(key_KR), scores) * scale_log2
     if MASK:
-        at = tile_start + keys
-        scores = tl.where((at < num_keys)[None, :], scores, -1e30)
+        scores = tl.where((keys_at < num_keys)[None, :], scores, -1e30)
         if CAUSAL:
-            scores = tl.where(at[None, :] <= queries_at[:, None], scores, -1e30)
+            scores = tl.where(keys_at[None, :] <= queries_at[:, None], scores, -1e30)
     new_top = tl.maximum(top, tl.max(scores, 1))
     probs = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -72,10 +62,11 @@ def _tile(
     do_not_specialize=["num_query_tiles"], do_not_specialize_on_alignment=["query_starts_ptr", "key_starts_ptr"]
 )
 def _prefill(
-    q_ptr, nope_ptr, rope_ptr, value_ptr, query_starts_ptr, key_starts_ptr, out_ptr, lse_ptr,
+    q_ptr, nope_ptr, rope_ptr, value_ptr, nope_desc, rope_desc, value_desc, query_starts_ptr, key_starts_ptr, out_ptr,
+    lse_ptr,
     nope_stride, value_stride, nope_head_stride, value_head_stride, rope_stride, num_query_tiles, scale_log2,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, CAUSAL: tl.constexpr, CARRY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, CAUSAL: tl.constexpr, CARRY: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, n): a tile of queries of one head (heads fastest, long tiles first) of request n."""
     wait(PDL)
@@ -105,9 +96,9 @@ def _prefill(
             top = tl.full([QUERIES], -1e30, tl.float32)
             denominator = tl.zeros([QUERIES], tl.float32)
         keys = tl.arange(0, KEYS)
-        nope_rows = nope_ptr + (first_key + keys)[:, None] * nope_stride + head * nope_head_stride
-        value_rows = value_ptr + (first_key + keys)[:, None] * value_stride + head * value_head_stride
-        rope_rows = rope_ptr + (first_key + keys)[:, None] * rope_stride
+        nope_at = nope_ptr + head * nope_head_stride + tl.arange(0, D)[None, :]
+        value_at = value_ptr + head * value_head_stride + tl.arange(0, V)[None, :]
+        rope_at = rope_ptr + tl.arange(0, R)[None, :]
         # Queries are the last positions of their keys where the call is causal.
         queries_at = queries + num_keys - num_queries
         stop = num_keys
@@ -116,16 +107,28 @@ def _prefill(
             stop = tl.minimum(num_keys, (tile + 1) * QUERIES + num_keys - num_queries)
             whole = tl.minimum(whole, (tile * QUERIES + num_keys - num_queries + 1) // KEYS)
         for t in tl.range(0, whole * KEYS, KEYS, num_stages=STAGES):
+            if TMA:
+                first = first_key.to(tl.int32) + t
+                key_KD = nope_desc.load([head, first, 0]).reshape(KEYS, D)
+                key_KR = rope_desc.load([first, 0])
+                value_KV = value_desc.load([head, first, 0]).reshape(KEYS, V)
+            else:
+                rows = (first_key + t + keys)[:, None]
+                key_KD = tl.load(nope_at + rows * nope_stride)
+                key_KR = tl.load(rope_at + rows * rope_stride)
+                value_KV = tl.load(value_at + rows * value_stride)
             acc_QV, top, denominator = _tile(
-                q_QD, q_QR, acc_QV, top, denominator, nope_rows + t * nope_stride,
-                rope_rows + t * rope_stride, value_rows + t * value_stride, t, num_keys,
-                queries_at, scale_log2, D, R, V, KEYS, False, CAUSAL,
+                q_QD, q_QR, key_KD, key_KR, value_KV, acc_QV, top, denominator, t + keys, num_keys, queries_at,
+                scale_log2, False, CAUSAL,
             )  # fmt: skip
         for t in tl.range(whole * KEYS, stop, KEYS, num_stages=1):
+            rows = (first_key + t + keys)[:, None]
+            written = (t + keys < num_keys)[:, None]
             acc_QV, top, denominator = _tile(
-                q_QD, q_QR, acc_QV, top, denominator, nope_rows + t * nope_stride,
-                rope_rows + t * rope_stride, value_rows + t * value_stride, t, num_keys,
-                queries_at, scale_log2, D, R, V, KEYS, True, CAUSAL,
+                q_QD, q_QR, tl.load(nope_at + rows * nope_stride, mask=written, other=0.0),
+                tl.load(rope_at + rows * rope_stride, mask=written, other=0.0),
+                tl.load(value_at + rows * value_stride, mask=written, other=0.0), acc_QV, top, denominator, t + keys,
+                num_keys, queries_at, scale_log2, True, CAUSAL,
             )  # fmt: skip
         denominator = tl.maximum(denominator, 1e-30)
         tl.store(out_rows, (acc_QV / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
@@ -134,6 +137,17 @@ def _prefill(
 
 def _tuned(device: torch.device) -> PrefillConfig:
     return config_for(torch.cuda.get_device_capability(device)) if device.type == "cuda" else GENERAL
+
+
+def _sources(key_LHD: torch.Tensor, rope_LR: torch.Tensor, value_LHV: torch.Tensor, config: PrefillConfig) -> tuple:
+    """Descriptors of tiles of one head's keys, of the shared ones and of one head's values."""
+    if not config.tma:
+        return key_LHD, rope_LR, value_LHV
+    heads = [
+        TensorDescriptor.from_tensor(rows.transpose(0, 1), [1, config.keys, rows.shape[2]])
+        for rows in (key_LHD, value_LHV)
+    ]
+    return heads[0], TensorDescriptor.from_tensor(rope_LR, [config.keys, rope_LR.shape[1]]), heads[1]
 
 
 def mla_prefill(
@@ -165,11 +179,12 @@ def mla_prefill(
         out, lse = carry
     tiles = triton.cdiv(max_query_len, config.queries)
     _prefill[(tiles * heads, query_starts_N1.shape[0] - 1)](
-        q_THX, key_LHD, rope_LR, value_LHV, query_starts_N1, key_starts_N1, out, lse,
+        q_THX, key_LHD, rope_LR, value_LHV, *_sources(key_LHD, rope_LR, value_LHV, config), query_starts_N1,
+        key_starts_N1, out, lse,
         key_LHD.stride(0), value_LHV.stride(0), key_LHD.stride(1), value_LHV.stride(1), rope_LR.stride(0), tiles,
         scale * 1.4426950408889634, H=heads, D=key_LHD.shape[2], R=width - key_LHD.shape[2], V=value_LHV.shape[2],
         QUERIES=config.queries, KEYS=config.keys, STAGES=config.stages, CAUSAL=causal, CARRY=carry is not None,
-        num_warps=config.warps, **launch_options(q_THX.device),
+        TMA=config.tma, num_warps=config.warps, **launch_options(q_THX.device),
     )  # fmt: skip
     return out, lse
 
@@ -186,8 +201,11 @@ def compile_cases(capability: tuple[int, int], config: PrefillConfig | None = No
     """(name, kernel, signature, constants, options) of the shapes in use."""
     config = config or config_for(capability)
     tiles = {"QUERIES": config.queries, "KEYS": config.keys, "STAGES": config.stages, "PDL": capability >= (9, 0)}
-    shape = {"H": 8, "D": 128, "R": 64, "V": 128} | tiles
+    shape = {"H": 8, "D": 128, "R": 64, "V": 128, "TMA": config.tma} | tiles
+    of_head, shared = f"tensordesc<bf16[1,{config.keys},128]>", f"tensordesc<bf16[{config.keys},64]>"
+    kinds = (of_head, shared, of_head) if config.tma else ("*bf16",) * 3
+    signature = SIGNATURE | dict(zip(("nope_desc", "rope_desc", "value_desc"), kinds, strict=True))
     return [
-        ("chunk", _prefill, SIGNATURE, shape | {"CAUSAL": True, "CARRY": False}, {"num_warps": config.warps}),
-        ("context", _prefill, SIGNATURE, shape | {"CAUSAL": False, "CARRY": True}, {"num_warps": config.warps}),
+        ("chunk", _prefill, signature, shape | {"CAUSAL": True, "CARRY": False}, {"num_warps": config.warps}),
+        ("context", _prefill, signature, shape | {"CAUSAL": False, "CARRY": True}, {"num_warps": config.warps}),
     ]
