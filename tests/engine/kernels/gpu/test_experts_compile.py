@@ -31,9 +31,18 @@ def test_kernels_fit(module, capability):
 
 
 def test_weights_reach_hoppers_matrix_units_through_registers():
-    case = next(c for c in experts.compile_cases((9, 0)) if c[0] == "gate_up_kernel 256 16")
+    case = next(c for c in experts.compile_cases((9, 0)) if c[0] == "gate_up_kernel 256 2048")
     assembly = compiled(case, (9, 0)).asm
     assert "wgmma.mma_async" in assembly["ptx"] and "ldmatrix" in assembly["ptx"]
     loop = assembly["ttgir"].partition("scf.for")[2]
     dot = next(line for line in loop.splitlines() if "warp_group_dot " in line)
-    assert re.search(r"tensor<64x\d+xbf16, #ttg.dot_op<{opIdx = 0", dot), "the weight went through shared memory"
+    assert re.search(r"tensor<\d+x\d+xbf16, #ttg.dot_op<{opIdx = 0", dot), "the weight went through shared memory"
+
+
+@pytest.mark.parametrize("inner", [256, 2048])
+def test_a_few_rows_products_keep_weights_in_registers(inner):
+    for name in (f"gate_up_kernel {inner} 16", f"down_kernel {inner} 16"):
+        case = next(c for c in experts.compile_cases((9, 0)) if c[0] == name)
+        graph = compiled(case, (9, 0)).asm["ttgir"]
+        weight = re.compile(r"ttg.local_alloc %.*tensor<128x(32|128)xbf16")
+        assert "tt.dot" in graph and not weight.search(graph), name
