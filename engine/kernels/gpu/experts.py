@@ -14,13 +14,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from engine.kernels.gpu.experts_kernels import (
-    down_kernel,
-    down_stream_kernel,
-    down_sum_kernel,
-    gate_up_kernel,
-    sum_kernel,
-)
+from engine.kernels.gpu.experts_kernels import act_kernel, down_kernel, gate_up_kernel, sum_kernel
 from engine.kernels.gpu.experts_plan import Plan, plan_blocks
 from engine.kernels.gpu.int4 import half_of_gate_up, pack_int4, unpack_tiles
 from engine.kernels.gpu.pdl import launch_options
@@ -62,35 +56,32 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """Launches of the products. `block_rows` positions a block; `splits` parts of K in gate and up.
-
-    `stream` groups of blocks a tile where down runs as a stream, 0 where it runs over items; `fuse_sum` is the most
-    rows for which down also sums, at most `block_rows`.
-    """
+    """Launches of the products. `block_rows` positions a block, 8 for those that scale each group's sum;
+    `splits` parts of K in gate and up."""
 
     block_rows: int
     splits: int
     gate_up: Tile
     down: Tile
-    down_sum: Tile
-    stream: int
-    fuse_sum: int
 
 
-FEW_ROWS = Config(16, 4, Tile(64, 5, 4, 4), Tile(64, 7, 4, 4), Tile(64, 13, 4, 1), 7, 16)
-SOME_ROWS = Config(64, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1), Tile(64, 13, 4, 1), 0, 0)
-MANY_ROWS = Config(128, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1), Tile(64, 13, 4, 1), 0, 0)
-SMALL_SHARED_MEMORY = {"gate_up": Tile(128, 2, 8, 1), "down": Tile(128, 2, 8, 1)}
-LONGEST_STREAMED_WIDTH = 512
+ONE_ROW = Config(8, 4, Tile(64, 5, 4, 4), Tile(64, 3, 4, 5))
+FEW_ROWS = Config(8, 4, Tile(128, 4, 4, 4), Tile(128, 3, 4, 3))
+SOME_ROWS = Config(64, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1))
+MANY_ROWS = Config(128, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1))
+SMALL_SHARED_MEMORY = Tile(128, 2, 8, 1)
 
 
-def choose_config(num_rows: int, width: int, expert_width: int, block_memory: int) -> Config:
-    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages and rows."""
+def choose_config(num_rows: int, width: int, block_memory: int) -> Config:
+    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages and rows.
+
+    Up to 64 rows tiles differ, but neither `block_rows` nor `splits`, on which a result's bits depend.
+    """
     if num_rows <= INVARIANT_ROWS:
         splits = next(s for s in (4, 2, 1) if width // 128 % s == 0)
-        return replace(FEW_ROWS, splits=splits, stream=FEW_ROWS.stream * (expert_width <= LONGEST_STREAMED_WIDTH))
+        return replace(ONE_ROW if num_rows <= 2 else FEW_ROWS, splits=splits)
     if block_memory < 160_000:
-        return replace(SOME_ROWS, **SMALL_SHARED_MEMORY)
+        return replace(SOME_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY)
     return SOME_ROWS if num_rows <= 1024 else MANY_ROWS
 
 
@@ -165,25 +156,33 @@ def int4_experts(
     shared_act_TI: torch.Tensor | None = None,
     shared_down_DI: torch.Tensor | None = None,
     config: Config | None = None,
+    in_parts: bool = False,
 ) -> torch.Tensor:
     """float32 [T, D]: sum over each row's experts in order of id, plus shared_act . shared_down^T where given.
 
     x: bfloat16, contiguous; ids: int32, -1 = not here or a padding row, distinct in a row; weights: float32;
-    shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64.
+    shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64. With `in_parts` up to 64 rows give
+    float32 [K or K + 1, T, D] instead, to be added in order; meant for rows whose experts are all here.
     """
-    config = config or choose_config(x_TD.shape[0], packed.width, packed.expert_width, shared_memory(x_TD.device))
-    tiles = 2 * packed.expert_width // config.gate_up.rows
-    plan = plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows, tiles)
-    act = gate_up_product(x_TD, plan, packed, config, ids_TK.shape[1])
-    num_rows = x_TD.shape[0]
-    if num_rows <= config.fuse_sum:
-        return down_sum(act, plan, packed, config, num_rows, shared_act_TI, shared_down_DI)
-    if num_rows <= INVARIANT_ROWS:
-        slots, shared = down_product(act, plan, packed, config, num_rows, shared_act_TI, shared_down_DI)
-    else:
-        slots, _ = down_product(act, plan, packed, config, num_rows, None, None)
-        shared = None if shared_act_TI is None else torch.mm(shared_act_TI, shared_down_DI.t())
-    return sum_slots(ids_TK, slots, shared)
+    num_rows, top_k = ids_TK.shape
+    config = config or choose_config(num_rows, packed.width, shared_memory(x_TD.device))
+    plan = plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows)
+    in_parts = in_parts and num_rows <= INVARIANT_ROWS
+    fuse_shared = shared_act_TI is not None and num_rows <= INVARIANT_ROWS
+    slots_KTD = torch.empty(
+        top_k + fuse_shared, num_rows, packed.width,
+        dtype=torch.float32 if num_rows <= INVARIANT_ROWS else torch.bfloat16, device=x_TD.device,
+    )  # fmt: skip
+    act = gate_up_product(x_TD, plan, packed, config, top_k)
+    if config.splits > 1:
+        act = silu_of_parts(act, ids_TK, plan, slots_KTD, in_parts)
+    shared = (shared_act_TI, shared_down_DI) if fuse_shared else ()
+    down_product(act, plan, packed, config, slots_KTD, ids_TK, *shared)
+    if in_parts:
+        return slots_KTD
+    if fuse_shared or shared_act_TI is None:
+        return sum_slots(ids_TK, slots_KTD, slots_KTD[top_k] if fuse_shared else None)
+    return sum_slots(ids_TK, slots_KTD, torch.mm(shared_act_TI, shared_down_DI.t()))
 
 
 def _grid(tile: Tile, items: int, device: torch.device) -> tuple[int]:
@@ -191,111 +190,104 @@ def _grid(tile: Tile, items: int, device: torch.device) -> tuple[int]:
 
 
 def gate_up_product(x_TD: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, top_k: int) -> torch.Tensor:
-    """act bfloat16 [T * K, I] by slot: weight * silu(gate) * up. Slots that are nobody's stay unwritten."""
+    """Parts float32 [splits, T * K, 2I] of gate and up, interleaved; without a split act bfloat16 [T * K, I]:
+    weight * silu(gate) * up by slot. Slots that are nobody's stay unwritten."""
     tile, splits, device = config.gate_up, config.splits, x_TD.device
-    width, expert_width = packed.width, packed.expert_width
-    num_slots = plan.slot_weights.numel()
-    act = torch.empty(num_slots, expert_width, dtype=torch.bfloat16, device=device)
-    partial_shape = (splits, num_slots, 2 * expert_width) if splits > 1 else (1,)
-    partial = torch.empty(partial_shape, dtype=torch.float32, device=device)
-    items = plan.block_experts.numel() * (2 * expert_width // tile.rows) * splits
+    num_slots, expert_width = plan.slot_weights.numel(), packed.expert_width
+    if splits > 1:
+        out = torch.empty(splits, num_slots, 2 * expert_width, dtype=torch.float32, device=device)
+    else:
+        out = torch.empty(num_slots, expert_width, dtype=torch.bfloat16, device=device)
+    blocks = plan.block_experts.numel()
+    items = blocks * (2 * expert_width // tile.rows) * splits
     gate_up_kernel[_grid(tile, items, device)](
-        x_TD, packed.gate_up_words, packed.gate_up_scales, plan.block_experts, plan.rows, plan.slot_weights,
-        plan.num_blocks, plan.counters, partial, act, num_slots,
-        TOP_K=top_k, D=width, INNER=expert_width, BN=tile.rows, ROWS=config.block_rows, SPLITS=splits,
-        STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps, **launch_options(device),
+        x_TD, packed.gate_up_words, packed.gate_up_scales, plan.block_experts, plan.block_sizes, plan.rows,
+        plan.slot_weights, plan.num_blocks, out, out, num_slots, blocks - 1,
+        TOP_K=top_k, D=packed.width, INNER=expert_width, BN=tile.rows, ROWS=config.block_rows, SPLITS=splits,
+        GROUPED=config.block_rows == 8, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
+        **launch_options(device),
+    )  # fmt: skip
+    return out
+
+
+def silu_of_parts(
+    partial: torch.Tensor, ids_TK: torch.Tensor, plan: Plan, slots_KTD: torch.Tensor, clear: bool
+) -> torch.Tensor:
+    """act bfloat16 [T * K, I] of the parts of gate and up; with `clear` zeroes slots_KTD where there is no expert."""
+    (splits, num_slots, twice), (num_rows, top_k) = partial.shape, ids_TK.shape
+    inner = twice // 2
+    act = torch.empty(num_slots, inner, dtype=torch.bfloat16, device=partial.device)
+    block = 256 if inner % 256 == 0 else 128
+    act_kernel[(num_slots, inner // block)](
+        partial, ids_TK, plan.slot_weights, act, slots_KTD, num_rows,
+        TOP_K=top_k, D=slots_KTD.shape[2], INNER=inner, SPLITS=splits, CLEAR=clear, BLOCK=block, num_warps=2,
+        **launch_options(partial.device),
     )  # fmt: skip
     return act
 
 
 def down_product(
-    act: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, num_rows: int,
-    shared_act_TI: torch.Tensor | None, shared_down_DI: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Each slot's down product [T * K, D] (float32 up to 64 rows, else bfloat16) and the shared expert's [T, D]."""
+    act: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, slots_KTD: torch.Tensor, ids_TK: torch.Tensor,
+    shared_act_TI: torch.Tensor | None = None, shared_down_DI: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes each slot's down product, and behind them the shared expert's, to slots_KTD [K or K + 1, T, D]."""
     tile, device, width = config.down, act.device, packed.width
-    dtype = torch.float32 if num_rows <= INVARIANT_ROWS else torch.bfloat16
-    slots = torch.empty(act.shape[0], width, dtype=dtype, device=device)
-    shared = None
-    if shared_act_TI is not None:
-        shared = torch.empty(num_rows, width, dtype=torch.float32, device=device)
-    items = (plan.block_experts.numel() + triton.cdiv(num_rows, config.block_rows)) * (width // tile.rows)
-    kernel = down_stream_kernel if config.stream else down_kernel
-    grid = (width // tile.rows, config.stream) if config.stream else _grid(tile, items, device)
-    kernel[grid](
-        act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks,
-        *_given(act, shared_act_TI, shared_down_DI), slots, *_given(slots, shared), num_rows,
-        D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
-        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
-        **launch_options(device),
+    (num_rows, top_k), blocks = ids_TK.shape, plan.block_experts.numel()
+    has_shared = shared_act_TI is not None
+    pointers = (shared_act_TI, shared_down_DI) if has_shared else (act, act)  # stand-ins that nothing reads
+    # Behind the light kernel that adds the parts all multiprocessors are free; behind gate and up itself they are not.
+    options = launch_options(device, after_heavy=config.splits == 1)
+    down_kernel[_grid(tile, (blocks + 4 * has_shared) * (width // tile.rows), device)](
+        act, packed.down_words, packed.down_scales, plan.block_experts, plan.block_sizes, plan.rows, plan.num_blocks,
+        *pointers, slots_KTD, num_rows, blocks - 1,
+        TOP_K=top_k, D=width, INNER=packed.expert_width, SHARED_INNER=shared_act_TI.shape[1] if has_shared else 0,
+        SHARED_ROWS=max(16, triton.next_power_of_2(num_rows)) if has_shared else 16, BN=tile.rows,
+        ROWS=config.block_rows, GROUPED=config.block_rows == 8, STAGES=tile.stages, ASM=device.type == "cuda",
+        num_warps=tile.warps, **options,
     )  # fmt: skip
-    return slots, shared
 
 
-def _given(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Pointers for a kernel: it is compiled for no shared expert, but names must have a type there too."""
-    return [stand_in if tensor is None else tensor for tensor in tensors]
-
-
-def down_sum(
-    act: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, num_rows: int,
-    shared_act_TI: torch.Tensor | None, shared_down_DI: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """float32 [T, D]: down products and their sum at once, for at most one block of rows."""
-    tile, device, width = config.down_sum, act.device, packed.width
-    out = torch.empty(num_rows, width, dtype=torch.float32, device=device)
-    down_sum_kernel[(width // tile.rows,)](
-        act, packed.down_words, packed.down_scales, plan.block_experts, plan.rows, plan.num_blocks,
-        *_given(act, shared_act_TI, shared_down_DI), out, num_rows,
-        D=width, INNER=packed.expert_width, SHARED_INNER=_shared_width(shared_act_TI), BN=tile.rows,
-        ROWS=config.block_rows, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
-        **launch_options(device),
-    )  # fmt: skip
-    return out
-
-
-def sum_slots(ids_TK: torch.Tensor, slots: torch.Tensor, shared_TD: torch.Tensor | None) -> torch.Tensor:
+def sum_slots(ids_TK: torch.Tensor, slots_KTD: torch.Tensor, shared_TD: torch.Tensor | None) -> torch.Tensor:
     """float32 [T, D]: each row's slots in order, then the shared expert's output."""
-    (num_rows, top_k), width = ids_TK.shape, slots.shape[1]
-    out = torch.empty(num_rows, width, dtype=torch.float32, device=slots.device)
+    (num_rows, top_k), width = ids_TK.shape, slots_KTD.shape[2]
+    out = torch.empty(num_rows, width, dtype=torch.float32, device=slots_KTD.device)
     block = 1024
     sum_kernel[(num_rows, triton.cdiv(width, block))](
-        ids_TK, slots, shared_TD, out,
-        TOP_K=top_k, D=width, SHARED=shared_TD is not None, BLOCK=block, **launch_options(slots.device),
+        ids_TK, slots_KTD, shared_TD, out, num_rows,
+        TOP_K=top_k, D=width, SHARED=shared_TD is not None, BLOCK=block, **launch_options(slots_KTD.device),
     )  # fmt: skip
     return out
-
-
-def _shared_width(shared_act_TI: torch.Tensor | None) -> int:
-    return 0 if shared_act_TI is None else shared_act_TI.shape[1]
 
 
 _SIGNATURE = {
-    "x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*bf16", "block_experts_ptr": "*i32", "rows_ptr": "*i32",
-    "slot_weights_ptr": "*fp32", "num_blocks_ptr": "*i32", "counters_ptr": "*i32", "partial_ptr": "*fp32",
-    "act_ptr": "*bf16", "num_slots": "i32", "num_rows": "i32", "shared_act_ptr": "*bf16", "shared_ptr": "*bf16",
-    "slot_ptr": "*fp32", "shared_out_ptr": "*fp32", "out_ptr": "*fp32", "ids_ptr": "*i32",
+    "x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*bf16", "block_experts_ptr": "*i32",
+    "block_sizes_ptr": "*i32", "rows_ptr": "*i32", "slot_weights_ptr": "*fp32", "num_blocks_ptr": "*i32",
+    "partial_ptr": "*fp32", "act_ptr": "*bf16", "num_slots": "i32", "num_rows": "i32", "last_block": "i32",
+    "shared_act_ptr": "*bf16", "shared_ptr": "*bf16", "slot_ptr": "*fp32", "down_ptr": "*fp32", "out_ptr": "*fp32",
+    "ids_ptr": "*i32",
 }  # fmt: skip
 
 
 def compile_cases(capability: tuple[int, int]) -> list[tuple]:
-    """(name, kernel, signature, constants, options) of the products of K2.5's slices and whole experts."""
+    """(name, kernel, signature, constants, options) of the kernels for K2.5's slices and whole experts."""
     block_memory = 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
     pdl = capability >= (9, 0)
     cases = []
-    for inner, rows in ((256, 16), (2048, 16), (256, 2048)):
-        config = choose_config(rows, 7168, inner, block_memory)
-        shape = {"D": 7168, "INNER": inner, "ROWS": config.block_rows, "ASM": True, "PDL": pdl}
-        shared = {"SHARED_INNER": 256 if rows <= INVARIANT_ROWS else 0}
-        launches = [
-            (gate_up_kernel, config.gate_up, {"TOP_K": 8, "SPLITS": config.splits}),
-            (down_stream_kernel if config.stream else down_kernel, config.down, shared),
-        ]
-        if config.fuse_sum:
-            launches.append((down_sum_kernel, config.down_sum, shared))
-        for kernel, tile, more in launches:
-            constants = shape | more | {"BN": tile.rows, "STAGES": tile.stages}
+    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 2048)):
+        config = choose_config(rows, 7168, block_memory)
+        grouped = config.block_rows == 8
+        shape = {"TOP_K": 8, "D": 7168, "INNER": inner, "PDL": pdl}
+        shared = {"SHARED_INNER": 256 if grouped else 0, "SHARED_ROWS": max(16, min(rows, 64))}
+        for kernel, tile, more in (
+            (gate_up_kernel, config.gate_up, {"SPLITS": config.splits}),
+            (down_kernel, config.down, shared),
+        ):
+            constants = shape | more | {"BN": tile.rows, "STAGES": tile.stages, "ROWS": config.block_rows}
+            constants |= {"GROUPED": grouped, "ASM": True}
             cases.append(_case(f"{kernel.__name__} {inner} {rows}", kernel, constants, tile.warps))
+        if config.splits > 1:
+            constants = shape | {"SPLITS": config.splits, "CLEAR": True, "BLOCK": 256}
+            cases.append(_case(f"act_kernel {inner} {rows}", act_kernel, constants, 2))
     constants = {"TOP_K": 8, "D": 7168, "SHARED": True, "BLOCK": 1024, "PDL": pdl}
     cases.append(_case("sum_kernel", sum_kernel, constants, 4, {"shared_ptr": "*fp32"}))
     return cases

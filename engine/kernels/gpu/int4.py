@@ -42,6 +42,19 @@ _DEQUANTISE = tl.constexpr("""
     }
     """)
 
+_CENTRED = tl.constexpr("""
+    {
+    .reg .b32 b, c, d;
+    shr.u32 b, $4, 4;
+    shr.u32 c, $4, 8;
+    shr.u32 d, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
+    }
+    """)
+
 
 def pack_int4(
     packed: torch.Tensor, scale: torch.Tensor, tile_rows: int = TILE_ROWS
@@ -140,35 +153,81 @@ def multiply(a, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
+def _nibbles(words, ASM: tl.constexpr):
+    """Four bfloat16 tiles like `words`, one a nibble: q + 136 exactly, without the assembly q."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _CENTRED,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    bits = words.to(tl.int32)
+    return (
+        ((bits & 15) - 8).to(tl.float32).to(tl.bfloat16),
+        (((bits >> 4) & 15) - 8).to(tl.float32).to(tl.bfloat16),
+        (((bits >> 8) & 15) - 8).to(tl.float32).to(tl.bfloat16),
+        (((bits >> 12) & 15) - 8).to(tl.float32).to(tl.bfloat16),
+    )
+
+
+@triton.jit
+def _group_product(nibbles, scale, x, acc, BN: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """acc + scale * (q . x) for the 32 columns of a group; -136 for each of x's is summed by the matrix unit too."""
+    product = tl.zeros((BN, ROWS), tl.float32)
+    if ASM:
+        product = tl.dot(tl.full((BN, 32), -136.0, tl.bfloat16), x, product)
+    product = multiply(nibbles, x, product, ASM)
+    return acc + scale.to(tl.float32)[:, None] * product
+
+
+@triton.jit
+def grouped_step(words, scales, x_tile, acc, BN: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """acc + W[BN, 128] . x[128, ROWS] of words [BN, 32] and scales [BN, 4]: a group's sum is scaled, not its weights.
+
+    x_tile: pointers [32, ROWS] to the first group's x. With ROWS = 8 a quarter fewer instructions than with scaled
+    weights, and instructions are what this loop is bound by.
+    """
+    x0 = tl.load(x_tile)
+    x1 = tl.load(x_tile + 32)
+    x2 = tl.load(x_tile + 64)
+    x3 = tl.load(x_tile + 96)
+    w0, w1, w2, w3 = _nibbles(words, ASM)
+    s02, s13 = tl.split(tl.reshape(scales, (BN, 2, 2)))
+    s0, s2 = tl.split(s02)
+    s1, s3 = tl.split(s13)
+    acc = _group_product(w0, s0, x0, acc, BN, ROWS, ASM)
+    acc = _group_product(w1, s1, x1, acc, BN, ROWS, ASM)
+    acc = _group_product(w2, s2, x2, acc, BN, ROWS, ASM)
+    return _group_product(w3, s3, x3, acc, BN, ROWS, ASM)
+
+
+@triton.jit
 def int4_product(
-    words_ptr,
-    scales_ptr,
-    x_ptr,
-    x_offsets,
-    keep,
-    first_block,
-    K_BLOCKS: tl.constexpr,
-    STEPS: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    words_ptr, scales_ptr, x_ptr, x_offsets, first_block,
+    K_BLOCKS: tl.constexpr, STEPS: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """float32 [BN, ROWS] = W[BN, STEPS * 128] . x^T from column block `first_block` on.
 
-    words_ptr, scales_ptr: the first tile of the BN rows; x_offsets, keep: [ROWS], where each row of x starts and
-    whether there is one. The weight takes the side of the MMA whose tile is never smaller than 64.
+    words_ptr, scales_ptr: the first tile of the BN rows; x_offsets: [ROWS], where each row of x starts. The weight
+    takes the side of the MMA whose tile is never smaller than 64.
     """
     acc = tl.zeros((BN, ROWS), tl.float32)
     word_offsets = tile_offsets(BN, K_BLOCKS, 32)
     scale_offsets = tile_offsets(BN, K_BLOCKS, 4)
-    x_tile = x_offsets[None, :] + tl.arange(0, 128)[:, None]
+    x_tile = x_offsets[None, :] + tl.arange(0, 32 if GROUPED else 128)[:, None]
     words_ptr += first_block * 2048
     scales_ptr += first_block * 256
     x_ptr += first_block * 128
     for k in tl.range(0, STEPS, num_stages=STAGES):
         words = tl.load(words_ptr + k * 2048 + word_offsets)
         scales = tl.load(scales_ptr + k * 256 + scale_offsets)
-        x = tl.load(x_ptr + k * 128 + x_tile, mask=keep[None, :], other=0.0)
-        acc = multiply(dequantised_tile(words, scales, BN, ASM), x, acc, ASM)
+        if GROUPED:
+            acc = grouped_step(words, scales, x_ptr + k * 128 + x_tile, acc, BN, ROWS, ASM)
+        else:
+            x = tl.load(x_ptr + k * 128 + x_tile)
+            acc = multiply(dequantised_tile(words, scales, BN, ASM), x, acc, ASM)
     return acc

@@ -47,7 +47,7 @@ class Case:
         self.shared_act = torch.randn(rows, SHARED, generator=generator).bfloat16()
         self.shared_down = (torch.randn(WIDTH, SHARED, generator=generator) / 8).bfloat16()
 
-    def run(self, monkeypatch, rows: int | None = None, shared: bool = True, **settings) -> torch.Tensor:
+    def run(self, monkeypatch, rows: int | None = None, shared: bool = True, parts: bool = False, **settings):
         """The kernels on the first `rows` rows, everything they allocate poisoned."""
         from engine.kernels.gpu import experts, experts_plan
 
@@ -58,10 +58,11 @@ class Case:
 
         for module in (experts, experts_plan):
             monkeypatch.setattr(module.torch, "empty", poisoned)
-        config = experts.choose_config(self.x.shape[0], WIDTH, self.packed.expert_width, 1 << 20)
+        config = experts.choose_config(self.x.shape[0], WIDTH, 1 << 20)
         rest = (self.shared_act[:rows], self.shared_down) if shared else ()
+        settings = {k: experts.Tile(*v) if isinstance(v, tuple) else v for k, v in settings.items()}
         inputs = (self.x[:rows], self.ids[:rows], self.weights[:rows])
-        out = experts.int4_experts(*inputs, self.packed, *rest, config=replace(config, **settings))
+        out = experts.int4_experts(*inputs, self.packed, *rest, config=replace(config, **settings), in_parts=parts)
         monkeypatch.undo()
         return out
 
@@ -78,14 +79,14 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 17, 66])
+@pytest.mark.parametrize("rows", [2, 17, 66])
 def test_like_the_twin(rows, monkeypatch):
     case = Case(rows)
     assert relative_error(case.run(monkeypatch), case.expected()) < 1e-2
 
 
 @interpreted
-@pytest.mark.parametrize("settings", [{"stream": 0, "fuse_sum": 0}, {"splits": 1}, {"stream": 2, "fuse_sum": 0}])
+@pytest.mark.parametrize("settings", [{"splits": 1}, {"gate_up": (128, 2, 4, 1)}, {"down": (128, 2, 4, 1)}])
 def test_every_way_gives_the_same(settings, monkeypatch):
     case = Case(2, inner=256)
     actual = case.run(monkeypatch, shared=False, **settings)
@@ -113,24 +114,35 @@ def test_padding_rows_are_zero_and_change_nothing(rows, monkeypatch):
 
 
 @interpreted
+def test_parts_add_up_to_the_sum(monkeypatch):
+    case = Case(3)
+    case.ids[1] = -1
+    parts = case.run(monkeypatch, parts=True)
+    assert parts.shape == (TOP_K + 1, 3, WIDTH)
+    total = torch.zeros(3, WIDTH)
+    for part in parts:
+        total += part
+    assert torch.equal(total, case.run(monkeypatch))
+
+
+@interpreted
 def test_nobody_is_here(monkeypatch):
     case = Case(2, ids=torch.full((2, TOP_K), -1, dtype=torch.int32))
     assert not case.run(monkeypatch, shared=False).any()
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [1, 9, 33, 70])
-def test_plan_holds_every_pair_once(rows):
+@pytest.mark.parametrize(("rows", "block_rows"), [(2, 8), (9, 8), (33, 8), (33, 16), (70, 64)])
+def test_plan_holds_every_pair_once(rows, block_rows):
     from engine.kernels.gpu.experts_plan import plan_blocks
 
     case = Case(rows)
-    plan = plan_blocks(case.ids, case.weights, EXPERTS, 16, 2)
+    plan = plan_blocks(case.ids, case.weights, EXPERTS, block_rows)
     num_blocks = plan.num_blocks.item()
-    experts, slots = plan.block_experts[:num_blocks], plan.rows[:num_blocks]
-    assert torch.equal(experts, experts.sort().values) and not plan.counters.any()
-    found = sorted(
-        (s // TOP_K, e) for e, row in zip(experts.tolist(), slots.tolist(), strict=True) for s in row if s >= 0
-    )
+    experts, sizes = plan.block_experts[:num_blocks].tolist(), plan.block_sizes[:num_blocks].tolist()
+    assert experts == sorted(experts) and min(sizes) > 0
+    blocks = zip(experts, sizes, plan.rows[:num_blocks].tolist(), strict=True)
+    found = sorted((s // TOP_K, e) for e, size, row in blocks for s in row[:size])
     assert found == sorted((t, e) for t, row in enumerate(case.ids.tolist()) for e in row if e >= 0)
     for token, expert in found:
         slot = token * TOP_K + sum(0 <= other < expert for other in case.ids[token].tolist())
