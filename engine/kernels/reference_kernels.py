@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
@@ -69,7 +67,6 @@ class ReferenceKernels:
         weight: torch.Tensor | None,
         w_k_HNC: torch.Tensor,
         cis: torch.Tensor,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         num_heads, nope, _ = w_k_HNC.shape
         q_THX = self.queries(q_TQ, weight, nope, cis, num_heads)
@@ -85,7 +82,6 @@ class ReferenceKernels:
         top_k: int,
         normalize: bool,
         scale: float,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_experts = bias_E.shape[0]
         # Scores in float32 throughout: logits rounded to bfloat16 would reorder experts.

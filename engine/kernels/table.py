@@ -8,7 +8,7 @@ width, R rope width, X = C + R, E experts, K experts a token, S shared expert co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -71,10 +71,8 @@ class Kernels(Protocol):
         weight: torch.Tensor | None,
         w_k_HNC: torch.Tensor,
         cis: torch.Tensor,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Each head's query for the latent cache, [T, H, X]. ahead: up to two weights that are read soon after, which
-        an idle memory may bring closer; so in `route`."""
+        """Each head's query for the latent cache, [T, H, X]."""
 
     def route(
         self,
@@ -86,7 +84,6 @@ class Kernels(Protocol):
         top_k: int,
         normalize: bool,
         scale: float,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x times [router | shared gate | shared up]: local expert ids [T, K] (-1 = not here, or a padding row),
         weights float32 [T, K], and the shared expert's activation [T, S]."""

@@ -46,7 +46,6 @@ class MLA(nn.Module):
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.nope, self.rope, self.value = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.scale, self.kernels = scale, kernels
-        self.read_after: tuple[torch.Tensor, ...] = ()  # weights that follow o in the step
         device = parallel.device
         q_width, kv_width = self.nope + self.rope, self.nope + self.value
         q_rows = (num_heads * q_width, slice(heads.start * q_width, heads.stop * q_width))
@@ -89,8 +88,7 @@ class MLA(nn.Module):
     ) -> torch.Tensor:
         """The absorbed form: queries go into the latent space, the sums come back as [T, H, V]."""
         w_k_HNC, w_v_HVC = self.absorbed_weights()
-        ahead = (self.o.weight, *self.read_after)
-        q_THX = self.kernels.absorbed_queries(q_TQ, self.query_weight, w_k_HNC, cis, ahead)
+        q_THX = self.kernels.absorbed_queries(q_TQ, self.query_weight, w_k_HNC, cis)
         return backend.attend(q_THX, cache, batch, self.scale, w_v_HVC)
 
     def latents(

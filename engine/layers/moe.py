@@ -40,7 +40,6 @@ class Router(nn.Module):
     ):
         super().__init__()
         self.top_k, self.normalize, self.scale, self.kernels = top_k, normalize, scale, kernels
-        self.read_after: tuple[torch.Tensor, ...] = ()  # the weight that follows the experts in the step
         parts = {"gate": whole(num_experts)}
         if shared is not None:
             parts |= {"shared_experts.gate_proj": shared, "shared_experts.up_proj": shared}
@@ -60,7 +59,6 @@ class Router(nn.Module):
             self.top_k,
             self.normalize,
             self.scale,
-            self.read_after,
         )
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:

@@ -82,17 +82,8 @@ class KimiModel(nn.Module):
         self.rotary = RotaryEmbedding(config.qk_rope_head_dim, config.rope, parallel.device, kernels)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, parallel, dtype, kernels)
         self.layers = nn.ModuleList(self._layer(i) for i in range(config.num_hidden_layers))
-        self._link_layers()
         self.norm = self._norm()
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel, dtype, kernels)
-
-    def _link_layers(self) -> None:
-        """Tells blocks which weights the step reads after theirs."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer.feed_forward, MoEFeedForward):
-                router, following = layer.feed_forward.router, self.layers[index + 1 : index + 2]
-                layer.self_attn.read_after = (router.first.weight,)
-                router.read_after = tuple(block.self_attn.qkv_a.weight for block in following)
 
     def _norm(self) -> RMSNorm:
         config = self.config

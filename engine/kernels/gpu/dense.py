@@ -17,18 +17,21 @@ from engine.kernels.gpu import pdl
 
 MAX_ROWS = 64
 PROGRAMS_A_PROCESSOR = 2
-PREFETCH_INPUTS = 256
 
 
 @dataclass(frozen=True)
 class Tile:
-    """block_o outputs x block_i inputs a step, inputs split over `parts` programs, loads `stages` deep."""
+    """block_o outputs x block_i inputs a step, inputs split over `parts` programs, loads `stages` deep.
+
+    The first `head` inputs of a part, a power of two, are one step of their own.
+    """
 
     block_o: int = 64
     block_i: int = 128
     parts: int = 1
     stages: int = 4
     warps: int = 4
+    head: int = 256
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -44,7 +47,7 @@ def linear_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    HEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[p, t, o] = sum over part p of the inputs of x[t, i] * w[o, i]."""
@@ -54,23 +57,24 @@ def linear_kernel(
     i = tl.arange(0, BLOCK_I)
     first = part * PART
     w_rows = w_ptr + tl.minimum(o, OUT - 1).to(tl.int64) * IN + first
-    # The first tiles only: asking for all of it at once costs more than it hides.
-    ahead = tl.arange(0, 2) * (AHEAD // 2)
-    pdl.prefetch_rows(w_rows[:, None] + ahead[None, :], AHEAD, PDL)
-    pdl.wait(PDL)
-    w_ptrs = w_rows[:, None] + i[None, :]
-    x_ptrs = x_ptr + t[:, None].to(tl.int64) * IN + first + i[None, :]
+    x_rows = x_ptr + t[:, None].to(tl.int64) * IN + first
     is_row = (t < num_rows)[:, None]
+    # The weight's first columns come before the input is there: the wait is time in which the memory can work.
+    head = tl.arange(0, HEAD)[None, :]
+    w_head = tl.load(w_rows[:, None] + head)
+    pdl.wait(PDL)
+    x_head = tl.load(x_rows + head, mask=is_row, other=0.0)
     acc = tl.zeros((BLOCK_O, ROWS), tl.float32)
-    for step in tl.range(0, PART, BLOCK_I, num_stages=STAGES):
-        if PART % BLOCK_I == 0:
-            w = tl.load(w_ptrs + step)
-            x = tl.load(x_ptrs + step, mask=is_row, other=0.0)
+    for step in tl.range(HEAD, PART, BLOCK_I, num_stages=STAGES):
+        inside = (i < PART - step)[None, :]
+        if (PART - HEAD) % BLOCK_I == 0:
+            w = tl.load(w_rows[:, None] + step + i[None, :])
+            x = tl.load(x_rows + step + i[None, :], mask=is_row, other=0.0)
         else:
-            inside = (i < PART - step)[None, :]
-            w = tl.load(w_ptrs + step, mask=inside, other=0.0)
-            x = tl.load(x_ptrs + step, mask=is_row & inside, other=0.0)
+            w = tl.load(w_rows[:, None] + step + i[None, :], mask=inside, other=0.0)
+            x = tl.load(x_rows + step + i[None, :], mask=is_row & inside, other=0.0)
         acc = tl.dot(w, tl.trans(x), acc)
+    acc = tl.dot(w_head, tl.trans(x_head), acc)
     rows = (part * num_rows + t).to(tl.int64)
     out_ptrs = out_ptr + rows[:, None] * OUT + o[None, :]
     tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=is_row & (o < OUT)[None, :])
@@ -95,7 +99,7 @@ def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.stages,
-        AHEAD=min(PREFETCH_INPUTS, inputs // tile.parts) // 16 * 16,
+        HEAD=_head(tile.head, inputs // tile.parts),
         num_warps=tile.warps,
         **pdl.launch_options(x_TI.device),
     )
@@ -105,6 +109,11 @@ def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=
 def tile_rows(num_rows: int) -> int:
     """Rows of one tile: padded to 16, which costs nothing while the weight is what is read."""
     return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+
+
+def _head(wanted: int, part: int) -> int:
+    """The largest power of two that neither passes what is wanted nor the part."""
+    return min(wanted, 1 << (part.bit_length() - 1))
 
 
 def choose_tile(outputs: int, inputs: int, device: torch.device) -> Tile:
@@ -142,7 +151,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         part = inputs // tile.parts
         constants = {
             "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i,
-            "STAGES": tile.stages, "AHEAD": min(PREFETCH_INPUTS, part), "PDL": capability >= (9, 0),
+            "STAGES": tile.stages, "HEAD": _head(tile.head, part), "PDL": capability >= (9, 0),
         }  # fmt: skip
         name = f"linear {inputs} in {tile.parts}, {rows} rows"
         cases.append((name, linear_kernel, signature | {"out_ptr": out}, constants, {"num_warps": tile.warps}))

@@ -5,8 +5,6 @@ Shape letters as in engine/kernels/table.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
@@ -70,10 +68,9 @@ class TritonKernels:
         weight: torch.Tensor | None,
         w_k_HNC: torch.Tensor,
         cis: torch.Tensor,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         parts_PTW = q_TQ.unsqueeze(0) if weight is None else _parts(self, q_TQ, weight)
-        return latent.absorb(parts_PTW, w_k_HNC, _angles(cis), ahead)
+        return latent.absorb(parts_PTW, w_k_HNC, _angles(cis))
 
     def route(
         self,
@@ -85,13 +82,12 @@ class TritonKernels:
         top_k: int,
         normalize: bool,
         scale: float,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if _is_small(x_TD):
             parts = self.partial(x_TD, weight)
         else:  # float32 here too: logits rounded to bfloat16 would reorder experts
             parts = torch.mm(x_TD, weight.t(), out_dtype=torch.float32).unsqueeze(0)
-        return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype, ahead)
+        return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype)
 
 
 def _is_small(x_TI: torch.Tensor) -> bool:

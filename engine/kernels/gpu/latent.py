@@ -6,8 +6,6 @@ N nope width of a head, X = C + R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,6 @@ import triton.language as tl
 from engine.kernels.gpu import pdl
 from engine.kernels.gpu.dense import tile_rows
 from engine.kernels.gpu.norm import normalized
-from engine.kernels.gpu.prefetch import ask, span_of
 
 
 @triton.jit
@@ -84,20 +81,14 @@ def latents_kernel(
         tl.store(rows_ptr + C + 2 * pair + 1, turned_odd)
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead_bytes", "ahead_piece", "ahead2_bytes", "ahead2_piece"])
+@triton.jit(do_not_specialize=["num_rows"])
 def absorb_kernel(
     parts_ptr,
     w_ptr,
     angles_ptr,
     out_ptr,
-    ahead_ptr,
-    ahead2_ptr,
     num_rows,
     head_stride,
-    ahead_bytes,
-    ahead_piece,
-    ahead2_bytes,
-    ahead2_piece,
     H: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
@@ -105,14 +96,10 @@ def absorb_kernel(
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (h, c) makes a slice of head h's latent query; the last c of each head ropes the rest."""
     head, tile = tl.program_id(0), tl.program_id(1)
-    first_piece = (head * tl.num_programs(1) + tile) * THREADS
-    ask(ahead_ptr, ahead_bytes, ahead_piece, first_piece, THREADS, PDL)
-    ask(ahead2_ptr, ahead2_bytes, ahead2_piece, first_piece, THREADS, PDL)
     t = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     is_row = t < num_rows
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -187,13 +174,11 @@ def absorb(
     parts_PTW: torch.Tensor,
     w_k_HNC: torch.Tensor,
     angles_TR: torch.Tensor,
-    ahead: Sequence[torch.Tensor] = (),
     block_c: int = 64,
 ) -> torch.Tensor:
     """Queries for the latent cache, [T, H, X]: each head's nope part times W_k, its rope part turned.
 
-    parts_PTW: float32 parts of the query product, W = H * (N + R). w_k_HNC: a view whose heads lie apart. ahead: up to
-    two weights that are read soon after.
+    parts_PTW: float32 parts of the query product, W = H * (N + R). w_k_HNC: a view whose heads lie apart.
     """
     num_parts, num_rows, _ = parts_PTW.shape
     num_heads, nope, width_c = w_k_HNC.shape
@@ -201,20 +186,13 @@ def absorb(
     out_THX = torch.empty(num_rows, num_heads, width_c + rope, dtype=w_k_HNC.dtype, device=parts_PTW.device)
     rows = tile_rows(num_rows)
     tiles = width_c // block_c + 1
-    asked = [span_of(weight, num_rows, w_k_HNC, num_heads * tiles * 128) for weight in (*ahead, None, None)[:2]]
     absorb_kernel[(num_heads, tiles, triton.cdiv(num_rows, rows))](
         parts_PTW,
         w_k_HNC,
         angles_TR,
         out_THX,
-        asked[0].tensor,
-        asked[1].tensor,
         num_rows,
         w_k_HNC.stride(0),
-        asked[0].num_bytes,
-        asked[0].piece_bytes,
-        asked[1].num_bytes,
-        asked[1].piece_bytes,
         H=num_heads,
         N=nope,
         R=rope,
@@ -222,7 +200,6 @@ def absorb(
         BLOCK_C=block_c,
         ROWS=rows,
         PARTS=num_parts,
-        THREADS=128,
         num_warps=4,
         **pdl.launch_options(parts_PTW.device),
     )
@@ -258,10 +235,9 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     latent = dict.fromkeys(("q_weight_ptr", "kv_weight_ptr", "q_ptr", "rows_ptr", "cache_ptr"), "*bf16")
     latent |= {"parts_ptr": "*fp32", "angles_ptr": "*fp32", "slots_ptr": "*i64", "num_rows": "i32", "eps": "fp32"}
     query = {"parts_ptr": "*fp32", "w_ptr": "*bf16", "angles_ptr": "*fp32", "out_ptr": "*bf16", "num_rows": "i32"}
-    query |= {"ahead_ptr": "*bf16", "ahead2_ptr": "*bf16", "head_stride": "i32"}
-    query |= dict.fromkeys(("ahead_bytes", "ahead_piece", "ahead2_bytes", "ahead2_piece"), "i32")
+    query["head_stride"] = "i32"
     widths = {"Q": 1536, "C": 512, "R": 64, "BLOCK_Q": 2048, "NORM_Q": True} | pdl_on
-    heads = {"H": 8, "N": 128, "R": 64, "C": 512, "BLOCK_C": 64, "THREADS": 128} | pdl_on
+    heads = {"H": 8, "N": 128, "R": 64, "C": 512, "BLOCK_C": 64} | pdl_on
     turned = {"q_ptr": "*bf16", "angles_ptr": "*fp32"} | dict.fromkeys(("H", "WIDTH", "N"), "i32")
     return [
         ("latents", latents_kernel, latent, widths | {"PARTS": 4}, {"num_warps": 8}),

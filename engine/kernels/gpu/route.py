@@ -5,17 +5,12 @@ Shape letters: T rows, P parts of a split sum, E experts, K experts a token, I s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.gpu import pdl
 from engine.kernels.gpu.norm import silu
-from engine.kernels.gpu.prefetch import ask, span_of
-
-ASKING_PROGRAMS = 64
 
 
 @triton.jit
@@ -26,7 +21,7 @@ def sigmoid_key(score, e):
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead_bytes", "ahead_piece"])
+@triton.jit(do_not_specialize=["num_rows"])
 def route_kernel(
     parts_ptr,
     bias_ptr,
@@ -34,12 +29,9 @@ def route_kernel(
     ids_ptr,
     weights_ptr,
     shared_ptr,
-    ahead_ptr,
     num_rows,
     first_expert,
     num_local,
-    ahead_bytes,
-    ahead_piece,
     scale,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -51,9 +43,7 @@ def route_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, 0) routes row t; (t, 1) makes silu(gate) * up of its shared expert; later ones ask for memory."""
-    if tl.program_id(1) >= 2:
-        ask(ahead_ptr, ahead_bytes, ahead_piece, (tl.program_id(1) - 2) * 32, 32, PDL)
+    """Program (t, 0) routes row t; (t, 1) makes silu(gate) * up of its shared expert."""
     row = tl.program_id(0).to(tl.int64)
     width: tl.constexpr = E + 2 * INNER
     stride = num_rows.to(tl.int64) * width
@@ -82,7 +72,7 @@ def route_kernel(
     else:
         i = tl.arange(0, BLOCK_I)
         pdl.wait(PDL)
-        if INNER > 0 and tl.program_id(1) == 1:
+        if INNER > 0:
             gate = tl.zeros((BLOCK_I,), tl.float32)
             up = tl.zeros((BLOCK_I,), tl.float32)
             for part in tl.static_range(PARTS):
@@ -102,13 +92,12 @@ def route(
     normalize: bool,
     scale: float,
     dtype: torch.dtype,
-    ahead: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Local expert ids int32 [T, K] (-1 = not here, or a padding row), weights float32 [T, K], and the shared expert's
     activation [T, I].
 
     parts_PTW: float32 parts of x's product with [router | gate | up], W = E + 2I. Rows from num_tokens_1 on are
-    padding. ahead: weights that are read soon after, one at most. The experts are those of
+    padding. The experts are those of
     `engine.kernels.reference.route`, in falling order of score.
     """
     num_parts, num_rows, width = parts_PTW.shape
@@ -118,20 +107,16 @@ def route(
     ids_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
     shared_TI = torch.empty(num_rows, inner, dtype=dtype, device=device)
-    asked = span_of(next(iter(ahead), None), num_rows, parts_PTW, ASKING_PROGRAMS * 32)
-    route_kernel[(num_rows, 2 + ASKING_PROGRAMS if asked.num_bytes else 2 if inner else 1)](
+    route_kernel[(num_rows, 2 if inner else 1)](
         parts_PTW,
         bias_E,
         num_tokens_1,
         ids_TK,
         weights_TK,
         shared_TI,
-        asked.tensor,
         num_rows,
         local_experts.start,
         len(local_experts),
-        asked.num_bytes,
-        asked.piece_bytes,
         scale,
         E=num_experts,
         BLOCK_E=triton.next_power_of_2(num_experts),
@@ -152,7 +137,6 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     names = ("parts_ptr", "bias_ptr", "weights_ptr")
     signature = dict.fromkeys(names, "*fp32") | {"num_tokens_ptr": "*i32", "ids_ptr": "*i32", "shared_ptr": "*bf16"}
     signature |= {"num_rows": "i32", "first_expert": "i32", "num_local": "i32", "scale": "fp32"}
-    signature |= {"ahead_ptr": "*bf16", "ahead_bytes": "i32", "ahead_piece": "i32"}
     chosen = {"E": 384, "BLOCK_E": 512, "K": 8, "BLOCK_K": 8, "NORMALIZE": True, "PDL": capability >= (9, 0)}
     return [
         (f"route {inner} {parts}", route_kernel, signature,
