@@ -109,3 +109,15 @@ def test_penalties_and_logprobs_use_the_replayed_logits(plain, replayed):
     for one, other in zip(ask(plain, *requests), ask(replayed, *requests), strict=True):
         assert one.token_ids == other.token_ids and len(one.logprobs) == len(other.logprobs)
         assert [list(row) for row in one.logprobs] == [list(row) for row in other.logprobs]
+
+
+def test_a_dry_run_of_all_steps_leaves_no_trace(plain):
+    """Here with kernels that do run: what it computes is of no request."""
+    requests = mixed(3, 3)
+    before = [answer.token_ids for answer in ask(plain, *requests)]
+    runner = plain.replica.runner
+    caches = runner.caches
+    runner._dry_run()
+    assert not hasattr(runner, "caches"), "a dry run has a cache of its own"
+    runner.caches = caches
+    assert [answer.token_ids for answer in ask(plain, *requests)] == before
