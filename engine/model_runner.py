@@ -152,7 +152,7 @@ class ModelRunner:
         most_rows = budget // (4 * self.model_config.vocab_size)
         sizes = [size for size in bucket_sizes(self.max_num_seqs) if size <= most_rows]
         batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
-        graphs = GraphRunner(recorder, self._decode, self._draw, budget)
+        graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter)
         graphs.capture_all(batches)
         self.graphs = graphs
 
@@ -196,6 +196,7 @@ class ModelRunner:
         requests = [item.request for item in items]
         graph.inputs.fill(items)
         graph.step.replay()
+        self.parallel.meter.add(graph.sends)
         if not all(request.params.greedy for request in requests):
             graph.draw.replay()
         self._finish(graph.logits_NV[: len(requests)], requests, result)
