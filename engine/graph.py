@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.comm.meter import CommMeter
 from engine.decode_batch import DecodeBatch
 from engine.log import logger
 
@@ -63,13 +64,14 @@ class CudaRecorder:
 @dataclass
 class DecodeGraph:
     """One bucket. `step` leaves each row's most likely token in the sampled tokens; `draw` replaces those of rows
-    that are not greedy. `num_bytes` is what its capture added."""
+    that are not greedy. `sends` counts what a step communicates. `num_bytes` is what its capture added."""
 
     inputs: DecodeBatch
     step: Graph
     draw: Graph
     logits_NV: torch.Tensor
     kept: tuple
+    sends: CommMeter
     num_bytes: int = 0
 
 
@@ -77,7 +79,7 @@ class GraphRunner:
     """The captured decode steps, largest first so that the others fit into its memory.
 
     `step(inputs)` computes logits and greedy tokens of a DecodeBatch and returns (logits [N, V], maxima [N]);
-    `draw(inputs, logits, maxima)` samples. A bucket that would pass `max_bytes` is given up, and smaller ones tried.
+    `draw(inputs, logits, maxima)` samples. `meter` is where a step counts what it sends. A bucket that would pass `max_bytes` is given up, and smaller ones tried.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class GraphRunner:
         step: Callable[[DecodeBatch], tuple[torch.Tensor, torch.Tensor]],
         draw: Callable[[DecodeBatch, torch.Tensor, torch.Tensor], None],
         max_bytes: int,
+        meter: CommMeter | None = None,
     ):
         self._recorder, self._step, self._draw, self._max_bytes = recorder, step, draw, max_bytes
+        self._meter = meter or CommMeter()
         self._graphs: dict[int, DecodeGraph] = {}
         self._choice: list[DecodeGraph | None] = [None]
 
@@ -117,10 +121,11 @@ class GraphRunner:
         for _ in range(_WARM_UPS):
             self._draw(inputs, *self._step(inputs))
         before = self._recorder.memory()
-        step, (logits_NV, maxima_N) = self._recorder.capture(lambda: self._step(inputs))
+        with self._meter.apart() as sends:
+            step, (logits_NV, maxima_N) = self._recorder.capture(lambda: self._step(inputs))
         draw, _ = self._recorder.capture(lambda: self._draw(inputs, logits_NV, maxima_N))
         taken = max(self._recorder.memory() - before, 0)
-        return DecodeGraph(inputs, step, draw, logits_NV, (maxima_N,), taken)
+        return DecodeGraph(inputs, step, draw, logits_NV, (maxima_N,), sends, taken)
 
     def _choose(self) -> None:
         """The smallest bucket for every number of requests up to the largest."""

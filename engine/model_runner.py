@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ BLOCK_SIZE = 64
 CPU_CACHE_BYTES = 512 * 2**20
 GPU_MEMORY_SHARE = 0.90
 LOGIT_ROWS = 256
+_SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class ModelRunner:
         self._ops = _sampling_operations(parallel.device)
         self.graphs: GraphRunner | None = None
         self._reads = _ReadBuffers(self.max_num_seqs) if self.overlaps else None
+        self._compile_kernels()
         block_bytes = _block_bytes(config, files, self.model)
         budget = self._cache_bytes()
         fitting = agree_on_minimum(budget // block_bytes, parallel)
@@ -95,6 +98,39 @@ class ModelRunner:
             self.max_model_len,
         )
         self._prepare_graphs()
+
+    def _compile_kernels(self) -> None:
+        """All kernels of all steps at once, since each would else be compiled where it is first launched.
+
+        Ranks on one host share Triton's cache, so that one of them compiles."""
+        device = self.parallel.device
+        if device.type != "cuda" or self.model.kernels.name != "triton":
+            return
+        from engine.kernels.gpu import warm_up
+
+        started = time.monotonic()
+        with warm_up.recorded_launches() as launches:
+            self._dry_run()
+        torch.cuda.empty_cache()
+        count, failures = warm_up.compile_all(launches) if not device.index else (0, [])
+        agree_on_minimum(0, self.parallel)
+        if failures:
+            logger.warning("%s; such kernels are compiled where they are first used", failures[0])
+        logger.info("%d kernels in %.1f s, %d of them compiled", len(launches), time.monotonic() - started, count)
+
+    @torch.inference_mode()
+    def _dry_run(self) -> None:
+        """A step of every kind that differs in its kernels; within `recorded_launches`, so nothing of it counts."""
+        most = min(self.config.max_num_batched_tokens, self.model_config.max_position_embeddings)
+        for num_tokens, context in ((most, 0), (min(most, _SOME_TOKENS), 0), (min(most, 2 * BLOCK_SIZE), BLOCK_SIZE)):
+            self._run_alone(num_tokens, min(context, num_tokens - 1))
+        if self.capture_obstacle() is None:
+            self.caches = self._allocate(2)
+            table = BlockTable(self.max_num_seqs, 1, self.parallel.device)
+            for size in bucket_sizes(self.max_num_seqs):
+                inputs = DecodeBatch(size, BLOCK_SIZE, table, self.sampled, self.parallel.device)
+                self._draw(inputs, *self._decode(inputs))
+            del self.caches
 
     def _prepare_graphs(self) -> None:
         if self.config.enforce_eager or not self.overlaps:
@@ -116,7 +152,7 @@ class ModelRunner:
         most_rows = budget // (4 * self.model_config.vocab_size)
         sizes = [size for size in bucket_sizes(self.max_num_seqs) if size <= most_rows]
         batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
-        graphs = GraphRunner(recorder, self._decode, self._draw, budget)
+        graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter)
         graphs.capture_all(batches)
         self.graphs = graphs
 
@@ -160,6 +196,7 @@ class ModelRunner:
         requests = [item.request for item in items]
         graph.inputs.fill(items)
         graph.step.replay()
+        self.parallel.meter.add(graph.sends)
         if not all(request.params.greedy for request in requests):
             graph.draw.replay()
         self._finish(graph.logits_NV[: len(requests)], requests, result)
@@ -238,13 +275,19 @@ class ModelRunner:
         return int(free + idle - (1 - GPU_MEMORY_SHARE) * total)
 
     def _run_largest_step(self) -> None:
-        num_tokens = min(self.config.max_num_batched_tokens, self.model_config.max_position_embeddings)
-        blocks = list(range(1, -(-num_tokens // BLOCK_SIZE) + 1))
-        request = Request("largest-step", [0] * num_tokens, SamplingParams(), 0, 1, block_ids=blocks)
-        self.caches = self._allocate(len(blocks) + 1)
-        self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)]))
-        del self.caches
+        self._run_alone(min(self.config.max_num_batched_tokens, self.model_config.max_position_embeddings))
         torch.cuda.empty_cache()
+
+    def _run_alone(self, num_tokens: int, context: int = 0) -> None:
+        """The step of one request that ends at `num_tokens`, the first `context` of them cached, in a cache made for
+        it."""
+        blocks = list(range(1, -(-num_tokens // BLOCK_SIZE) + 1))
+        request = Request(
+            "alone", [0] * num_tokens, SamplingParams(), 0, 1, num_computed_tokens=context, block_ids=blocks
+        )  # fmt: skip
+        self.caches = self._allocate(len(blocks) + 1)
+        self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens - context)]))
+        del self.caches
 
 
 class _ReadBuffers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 ATTENTION_REDUCE = "attention_reduce"
@@ -22,3 +24,17 @@ class CommMeter:
     def count(self, kind: str, num_bytes: int, rounds: int = 1) -> None:
         self.rounds[kind] += rounds
         self.bytes[kind] += num_bytes
+
+    def add(self, other: CommMeter, times: int = 1) -> None:
+        for kind in KINDS:
+            self.count(kind, times * other.bytes[kind], times * other.rounds[kind])
+
+    @contextmanager
+    def apart(self) -> Iterator[CommMeter]:
+        """Counts what happens within it on a meter of its own instead: what a capture would send, but has not."""
+        before, apart = CommMeter(), CommMeter()
+        before.add(self)
+        yield apart
+        apart.add(self)
+        apart.add(before, -1)
+        self.add(apart, -1)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.comm.meter import MOE_COMBINE, CommMeter
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.graph import GraphRunner, capture_obstacle
@@ -50,6 +51,36 @@ def test_what_cannot_be_captured_is_named():
     able, unable = SimpleNamespace(is_capturable=True), SimpleNamespace()
     assert capture_obstacle({"attention": able, "kernels": able}) is None
     assert capture_obstacle({"attention": able, "kernels": unable}) == "kernels"
+
+
+def test_replays_count_what_the_captured_step_sends():
+    meter = CommMeter()
+
+    def step(inputs):
+        meter.count(MOE_COMBINE, 100 * inputs.num_rows, rounds=2)
+        return torch.zeros(inputs.num_rows, 5), torch.zeros(inputs.num_rows)
+
+    runner = GraphRunner(RerunRecorder(), step, lambda *_: None, 0, meter)
+    runner.capture_all([SimpleNamespace(num_rows=3)])
+    assert (meter.rounds[MOE_COMBINE], meter.bytes[MOE_COMBINE]) == (4, 600), "two warm-ups, and no capture"
+    sends = runner.choose(2).sends
+    assert (sends.rounds[MOE_COMBINE], sends.bytes[MOE_COMBINE]) == (2, 300) and sum(sends.rounds.values()) == 2
+
+
+def test_a_replayed_step_counts_as_an_eager_one(checkpoint):
+    core = build(checkpoint)
+    runner, meter = core.replica.runner, core.replica.runner.parallel.meter
+
+    def rounds_of_a_run() -> dict[str, int]:
+        before = dict(meter.rounds)
+        ask(core, ([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=6)))
+        return {kind: count - before[kind] for kind, count in meter.rounds.items()}
+
+    eager = rounds_of_a_run()
+    recorder = record(runner)
+    for graph in recorder.graphs:  # a graph runs no Python
+        graph.replay = lambda: None
+    assert rounds_of_a_run() == eager and sum(eager.values()) > 0
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +140,15 @@ def test_penalties_and_logprobs_use_the_replayed_logits(plain, replayed):
     for one, other in zip(ask(plain, *requests), ask(replayed, *requests), strict=True):
         assert one.token_ids == other.token_ids and len(one.logprobs) == len(other.logprobs)
         assert [list(row) for row in one.logprobs] == [list(row) for row in other.logprobs]
+
+
+def test_a_dry_run_of_all_steps_leaves_no_trace(plain):
+    """Here with kernels that do run: what it computes is of no request."""
+    requests = mixed(3, 3)
+    before = [answer.token_ids for answer in ask(plain, *requests)]
+    runner = plain.replica.runner
+    caches = runner.caches
+    runner._dry_run()
+    assert not hasattr(runner, "caches"), "a dry run has a cache of its own"
+    runner.caches = caches
+    assert [answer.token_ids for answer in ask(plain, *requests)] == before

@@ -31,7 +31,7 @@ class Tile:
     parts: int = 1
     stages: int = 4
     warps: int = 4
-    head: int = 256
+    head: int = 128
 
 
 @triton.jit(do_not_specialize=["num_rows"])
