@@ -14,6 +14,8 @@ from engine.kernels.gpu import pdl
 from engine.kernels.gpu.dense import tile_rows
 from engine.kernels.gpu.norm import normalized
 
+LATENT_WARPS = 8
+
 
 @triton.jit
 def sum_parts(ptr, offsets, mask, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr):
@@ -164,7 +166,7 @@ def latents(
         BLOCK_Q=triton.next_power_of_2(width_q),
         NORM_Q=q_weight_Q is not None,
         PARTS=num_parts,
-        num_warps=8,
+        num_warps=LATENT_WARPS,
         **pdl.launch_options(parts_PTW.device),
     )
     return q_TQ, rows_TX
@@ -240,7 +242,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     heads = {"H": 8, "N": 128, "R": 64, "C": 512, "BLOCK_C": 64} | pdl_on
     turned = {"q_ptr": "*bf16", "angles_ptr": "*fp32"} | dict.fromkeys(("H", "WIDTH", "N"), "i32")
     return [
-        ("latents", latents_kernel, latent, widths | {"PARTS": 4}, {"num_warps": 8}),
+        ("latents", latents_kernel, latent, widths | {"PARTS": 8}, {"num_warps": LATENT_WARPS}),
         *(
             (f"absorb {rows} rows", absorb_kernel, query,
              heads | {"ROWS": rows, "PARTS": 2}, {"num_warps": 4})

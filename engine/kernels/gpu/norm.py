@@ -8,6 +8,8 @@ import triton.language as tl
 
 from engine.kernels.gpu import pdl
 
+WARPS = 16
+
 
 @triton.jit
 def normalized(row, weight, width, eps):
@@ -104,7 +106,7 @@ def add_norm(
         D=width,
         BLOCK_D=triton.next_power_of_2(width),
         PARTS=partial.shape[0] if partial.dim() == 3 else 1,
-        num_warps=16,
+        num_warps=WARPS,
         **pdl.launch_options(residual_TD.device),
     )
     return out_TD, new_TD
@@ -120,7 +122,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
         eps,
         D=width,
         BLOCK_D=triton.next_power_of_2(width),
-        num_warps=8,
+        num_warps=WARPS,
         **pdl.launch_options(x_TD.device),
     )
     return out_TD

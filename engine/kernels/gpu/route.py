@@ -12,6 +12,8 @@ import triton.language as tl
 from engine.kernels.gpu import pdl
 from engine.kernels.gpu.norm import silu
 
+WARPS = 1  # eight maxima in a row: a warp's shuffles beat a block's barriers
+
 
 @triton.jit
 def sigmoid_key(score, e):
@@ -126,7 +128,7 @@ def route(
         BLOCK_I=max(triton.next_power_of_2(inner), 1),
         NORMALIZE=normalize,
         PARTS=num_parts,
-        num_warps=1,  # eight maxima in a row: a warp's shuffles beat a block's barriers
+        num_warps=WARPS,
         **pdl.launch_options(device),
     )
     return ids_TK, weights_TK, shared_TI
@@ -140,6 +142,6 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     chosen = {"E": 384, "BLOCK_E": 512, "K": 8, "BLOCK_K": 8, "NORMALIZE": True, "PDL": capability >= (9, 0)}
     return [
         (f"route {inner} {parts}", route_kernel, signature,
-         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts}, {"num_warps": 1})
+         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts}, {"num_warps": WARPS})
         for inner, parts in ((256, 4), (0, 1))
     ]  # fmt: skip
