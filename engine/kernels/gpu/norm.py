@@ -136,7 +136,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     rows |= {"num_rows": "i32", "eps": "fp32"}
     one = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "eps": "fp32"}
     gate_up = {"x_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32"}
-    warps = {"num_warps": 8}
+    warps = {"num_warps": WARPS}
     return [
         ("add_norm 1", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 1}, warps),
         ("add_norm 4", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 4}, warps),
