@@ -79,7 +79,8 @@ class GraphRunner:
     """The captured decode steps, largest first so that the others fit into its memory.
 
     `step(inputs)` computes logits and greedy tokens of a DecodeBatch and returns (logits [N, V], maxima [N]);
-    `draw(inputs, logits, maxima)` samples. `meter` is where a step counts what it sends. A bucket that would pass `max_bytes` is given up, and smaller ones tried.
+    `draw(inputs, logits, maxima)` samples. `meter` is where a step counts what it sends. A bucket that would pass
+    `max_bytes` is given up, and smaller ones tried.
     """
 
     def __init__(
