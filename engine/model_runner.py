@@ -145,12 +145,12 @@ class ModelRunner:
         return capture_obstacle({"dispatcher": self.dispatcher} | self.model.step_parts)
 
     @torch.inference_mode()
-    def capture(self, recorder: Recorder) -> None:
-        """Records the decode steps of every number of rows that can occur and whose logits alone fit the budget."""
+    def capture(self, recorder: Recorder, sizes: list[int] | None = None) -> None:
+        """Records the decode steps of `sizes` rows whose logits alone fit the budget; by default of all that occur."""
         device, budget = self.parallel.device, int(self.config.graph_memory_gb * 2**30)
         table = BlockTable(self.max_num_seqs, -(-self.max_model_len // BLOCK_SIZE), device)
         most_rows = budget // (4 * self.model_config.vocab_size)
-        sizes = [size for size in bucket_sizes(self.max_num_seqs) if size <= most_rows]
+        sizes = [size for size in sizes or bucket_sizes(self.max_num_seqs) if size <= most_rows]
         batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
         graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter)
         graphs.capture_all(batches)

@@ -22,7 +22,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call over the replays; `mode` is graph, eager or cpu."""
+    """Seconds of one call over the replays; `mode` is graph, eager, cpu, host or steady."""
 
     median: float
     p10: float
@@ -41,11 +41,16 @@ def time_calls(calls: Sequence[Call], device: torch.device, replays: int = 30, u
     which a call may not wait for the device.
     """
     if device.type != "cuda":
-        return _summary([_clocked(calls) for _ in range(WARM_UP + replays)][WARM_UP:], len(calls), "cpu")
+        return summary([_clocked(calls) for _ in range(WARM_UP + replays)][WARM_UP:], len(calls), "cpu")
     if not use_graph:
-        return _summary(_replayed(lambda: _all(calls), replays), len(calls), "eager")
+        return summary(_replayed(lambda: _all(calls), replays), len(calls), "eager")
     graph = capture(calls)
-    return _summary(_replayed(graph.replay, replays), len(calls), "graph")
+    return summary(_replayed(graph.replay, replays), len(calls), "graph")
+
+
+def time_graph(replay: Call, replays: int) -> Timing:
+    """A graph's replays one after another, by the device's clock."""
+    return summary(_replayed(replay, replays), 1, "graph")
 
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -70,7 +75,7 @@ def time_host(call: Call, device: torch.device, replays: int = 30) -> Timing:
         call()
         synchronize(device)
         samples.append(time.perf_counter() - start)
-    return _summary(samples[WARM_UP:], 1, "host")
+    return summary(samples[WARM_UP:], 1, "host")
 
 
 def synchronize(device: torch.device) -> None:
@@ -126,6 +131,7 @@ def _replayed(run: Call, replays: int) -> list[float]:
     return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(marks)]
 
 
-def _summary(samples: list[float], num_calls: int, mode: str) -> Timing:
+def summary(samples: list[float], num_calls: int, mode: str) -> Timing:
+    """Of samples that took `num_calls` calls each."""
     each = sorted(sample / num_calls for sample in samples)
     return Timing(statistics.median(each), each[len(each) // 10], each[len(each) * 9 // 10], mode)

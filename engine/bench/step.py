@@ -1,4 +1,4 @@
-"""`python -m engine.bench step`: whole steps of one rank's share (goal G1), and a prefill chunk (goal G11).
+"""`python -m engine.bench step`: whole steps of one rank's share (goals G1, G7, G10), and a prefill chunk (G11).
 
 Each point is one decode step of a batch whose context lies random in the cache, through the same code as serving. The
 roofline is the weights that the step touches, with the distinct experts of its own routing, and the context's cache,
@@ -8,16 +8,17 @@ over the streaming read rate of the same process.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from engine.bench import share
-from engine.bench.gpu_timing import matmul_peak, read_bandwidth, time_host
+from engine.bench.gpu_timing import Timing, matmul_peak, read_bandwidth, time_host
 from engine.bench.report import Report, model_name
 from engine.bench.routing import KINDS, counted_experts, fixed_routing
+from engine.bench.step_timing import captured, graph_of, profile, time_device, time_steady, without_graphs
 from engine.config import ConfigError
 from engine.model_runner import ModelRunner
 from engine.scheduler import SchedulerOutput
@@ -64,17 +65,19 @@ def _vocabulary(runner: ModelRunner) -> int:
 
 
 def measure_point(
-    runner: ModelRunner, batch: int, context: int, args: argparse.Namespace, bandwidth: float
+    runner: ModelRunner, batch: int, context: int, args: argparse.Namespace, bandwidth: float, with_eager: bool = False
 ) -> dict[str, Any]:
-    """One row: time, bytes and fraction of the roofline of a decode step."""
-    routing = nullcontext()
-    if args.routing != "model":
-        routing = fixed_routing(runner.model, args.routing, batch, args.ep_share, args.seed)
-    with routing:
+    """One row: times, bytes and fraction of the roofline of a decode step."""
+    with _routing(runner, batch, args):
         with counted_experts(runner.model) as experts:
             check_finite(runner, batch, context)
-        call = step_callable(runner, batch, context)  # may be captured with the routing in place
-        timing = time_host(call, runner.parallel.device, args.replays)
+        output = decode_step(runner, batch, context)
+        timing, host = time_steady(runner, output, args.replays)
+        details = _details(runner, output, args, timing)
+        if with_eager and not args.eager:
+            with without_graphs(runner):
+                eager = time_host(lambda: runner.execute(output).read(), runner.parallel.device, args.replays)
+            details |= {"eager ms": eager.median * 1e3, "eager / ms": eager.median / timing.median}
     sizes = share.sizes(runner)
     weights, cache = sizes.weight_bytes(sum(experts.distinct)), sizes.kv_bytes(batch * context)
     roofline = (weights + cache) / bandwidth
@@ -83,12 +86,41 @@ def measure_point(
         "ms": timing.median * 1e3,
         "spread": timing.spread,
         "tok/s": batch / timing.median,
-        "experts a layer": _mean(experts.distinct),
-        "weights GB": weights / 1e9,
-        "KV GB": cache / 1e9,
         "roofline ms": roofline * 1e3,
         "fraction": roofline / timing.median,
         "goal": G1.get((batch, context)) if _is_goals_share(runner) else None,
+        "host us": host * 1e6,
+        **details,
+        "experts a layer": _mean(experts.distinct),
+        "weights GB": weights / 1e9,
+        "KV GB": cache / 1e9,
+    }
+
+
+@contextmanager
+def _routing(runner: ModelRunner, batch: int, args: argparse.Namespace) -> Iterator[None]:
+    """The given routing of steps of `batch` rows, also in the graph that they replay."""
+    if args.routing == "model":
+        yield
+        return
+    with fixed_routing(runner.model, args.routing, batch, args.ep_share, args.seed), captured(runner, batch):
+        yield
+
+
+def _details(
+    runner: ModelRunner, output: SchedulerOutput, args: argparse.Namespace, steady: Timing
+) -> dict[str, float | None]:
+    """What the device does by itself; nothing of it without a graph."""
+    graph = graph_of(runner, output)
+    if graph is None:
+        return dict.fromkeys(("device ms", "idle", "kernels a layer", "busy"))
+    device = time_device(graph, args.replays).median
+    kernels = profile(graph)
+    return {
+        "device ms": device * 1e3,
+        "idle": (steady.median - device) / steady.median,
+        "kernels a layer": kernels.count / runner.model_config.num_hidden_layers,
+        "busy": kernels.busy,
     }
 
 
@@ -141,7 +173,7 @@ def run(args: argparse.Namespace) -> Report:
     device = runner.parallel.device
     bandwidth = read_bandwidth(device)
     peak = matmul_peak(device, getattr(torch, runner.config.dtype))
-    rows = [measure_point(runner, batch, context, args, bandwidth) for batch, context in points]
+    rows = [measure_point(runner, *point, args, bandwidth, with_eager=point == points[0]) for point in points]
     if args.prefill:
         rows.append(measure_prefill(runner, args.prefill, args, peak))
     layers = runner.model_config.num_hidden_layers
@@ -149,9 +181,12 @@ def run(args: argparse.Namespace) -> Report:
         f"Streaming read {bandwidth / 1e9:.0f} GB/s, large product {peak / 1e12:.3g} TFLOP/s, both in this process.",
         "fraction: of the byte roofline (G1); of the large product's rate for prefill (G11).",
         f"spread: (p90 - p10) / median. Routing: {args.routing}.",
+        "ms: a step among its like, tokens read one step behind (eager / ms: G7). device ms: its graph alone.",
+        "host us: filling and launching it; idle: (ms - device ms) / ms (G10). busy: share of a replay with a kernel "
+        "running.",
     ]
     data = {
-        "goals": "G1, G11",
+        "goals": "G1, G7, G10, G11",
         "model": model_name(args.model),
         "layers": layers,
         "world": {"tp": runner.parallel.tp, "ep": runner.parallel.ep},
