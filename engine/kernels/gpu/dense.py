@@ -84,6 +84,7 @@ def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=
     """Products over each of `tile.parts` ranges of the inputs, [P, T, O]; the caller adds them up in order."""
     num_rows, inputs = x_TI.shape
     outputs = weight_OI.shape[0]
+    tile = fitted(tile, tile_rows(num_rows), block_memory(x_TI.device))
     out_PTO = torch.empty(tile.parts, num_rows, outputs, dtype=dtype, device=x_TI.device)
     rows = tile_rows(num_rows)
     grid = (triton.cdiv(outputs, tile.block_o), tile.parts, triton.cdiv(num_rows, rows))
@@ -104,6 +105,20 @@ def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=
         **pdl.launch_options(x_TI.device),
     )
     return out_PTO
+
+
+def fitted(tile: Tile, rows: int, memory: int) -> Tile:
+    """`tile` with as many stages as `memory` bytes of shared memory hold; none of that changes a bit of a result."""
+    step_bytes, head_bytes = 2 * (tile.block_o + rows) * tile.block_i, 2 * (tile.block_o + rows) * tile.head
+    return replace(tile, stages=max(1, min(tile.stages, (memory - head_bytes) // step_bytes)))
+
+
+@lru_cache
+def block_memory(device: torch.device) -> int:
+    """Bytes of shared memory a block may have; plenty where there is no GPU."""
+    if device.type != "cuda":
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def tile_rows(num_rows: int) -> int:
@@ -148,6 +163,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     signature = {"x_ptr": "*bf16", "w_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "OUT": "i32"}
     cases = []
     for inputs, tile, rows, out in ((1024, Tile(), 16, "*bf16"), (7168, Tile(parts=4), 64, "*fp32")):
+        tile = fitted(tile, rows, (99 if capability >= (12, 0) else 227) * 1024)
         part = inputs // tile.parts
         constants = {
             "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i,

@@ -24,22 +24,6 @@ def wait(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch_rows(pointers, num_bytes, PDL: tl.constexpr):
-    """Asks for `num_bytes` (a multiple of 16) from each of the 16-byte aligned `pointers` to be brought into L2.
-
-    For weights, before `wait`: the memory works while the kernel waits for its input."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [pointers, num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @lru_cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Compute capability 9.0 or later."""
