@@ -13,6 +13,7 @@ import torch
 
 from engine.kernels import reference
 from engine.kernels.gpu import dense, latent, norm, route
+from engine.kernels.gpu.experts_plan import BLOCK_ROWS, plan_blocks
 from engine.kernels.reference_kernels import ReferenceKernels
 from tests.mla_cases import relative_error
 
@@ -179,13 +180,13 @@ def check_route(bench: Bench, router: Router, rows: int, parts: int, num_tokens:
     """The best experts in falling order (by scores, since near-ties may go either way), their weights, and -1s."""
     logits, bias = router.logits(bench, rows, parts), router.bias(bench)
     scores_TE = reference.add_parts(logits)[:, : router.experts].sigmoid()
-    every_id, weights, shared = replace(router, local=range(router.experts)).run(bench, logits, bias, rows)
+    every_id, weights, shared, _ = replace(router, local=range(router.experts)).run(bench, logits, bias, rows)
     every_id = every_id.long()
     best = (scores_TE + bias).topk(router.top_k, sorted=True).values
     assert torch.allclose((scores_TE + bias).gather(1, every_id), best, rtol=0, atol=1e-6)
     assert all(len(set(row)) == router.top_k for row in every_id.tolist())
     assert relative_error(weights, router.expected_weights(scores_TE, every_id)) < 1e-5
-    ids, same_weights, _ = router.run(bench, logits, bias, num_tokens)
+    ids, same_weights, *_ = router.run(bench, logits, bias, num_tokens)
     count = torch.tensor([num_tokens], device=bench.device)
     assert ids.dtype == torch.int32 and torch.equal(ids.long(), reference.local_ids(every_id, router.local, count))
     assert torch.equal(weights, same_weights) and shared.shape == (rows, router.shared)
@@ -198,16 +199,28 @@ def check_route(bench: Bench, router: Router, rows: int, parts: int, num_tokens:
         assert relative_error(shared, reference.silu_mul(gate_up)) < bench.bound
 
 
+def check_plan_of_one_row(bench: Bench, router: Router) -> None:
+    """The router's plan of a single row is what the plan's own kernel makes of its choice."""
+    routing = router.run(bench, router.logits(bench, 1, 2), router.bias(bench), 1)
+    made = plan_blocks(routing.ids_TK, routing.weights_TK, len(router.local), BLOCK_ROWS)
+    count = int(made.num_blocks)
+    assert count == int(routing.plan.num_blocks) == int((routing.ids_TK >= 0).sum())
+    for name in ("block_experts", "block_sizes", "slot_weights"):
+        assert torch.equal(getattr(made, name)[:count], getattr(routing.plan, name)[:count]), name
+    assert torch.equal(made.rows[:count, 0], routing.plan.rows[:count, 0])
+    assert router.run(bench, router.logits(bench, 2, 2), router.bias(bench), 2).plan is None
+
+
 def check_route_ties(bench: Bench, experts: int, top_k: int) -> None:
     """Equal scores go to the lowest experts; a bias decides who, not how much."""
     router = Router(experts, top_k, range(experts))
     flat = torch.zeros(1, 3, experts, device=bench.device)
-    ids, weights, _ = router.run(bench, flat, torch.zeros(experts, device=bench.device), 3)
+    ids, weights, *_ = router.run(bench, flat, torch.zeros(experts, device=bench.device), 3)
     assert torch.equal(ids.cpu(), torch.arange(top_k, dtype=torch.int32).expand(3, -1))
     assert torch.allclose(weights, torch.full_like(weights, router.scale / top_k))
     bias = torch.zeros(experts, device=bench.device)
     bias[experts - 1] = 0.1
-    ids, weights, _ = router.run(bench, flat, bias, 3)
+    ids, weights, *_ = router.run(bench, flat, bias, 3)
     assert ids[0].tolist() == [experts - 1, *range(top_k - 1)]
     assert torch.allclose(weights, torch.full_like(weights, router.scale / top_k))
 
@@ -232,7 +245,7 @@ def rows_of_everything(bench: Bench, rows: int, sizes: dict[str, int], tile: den
             bench.random(sizes["outputs"], seed=4), EPS,
         )  # fmt: skip
         router = Router(sizes["outputs"], 4, range(sizes["outputs"]))
-        ids, weights, _ = router.run(bench, product, router.bias(bench), rows)
+        ids, weights, *_ = router.run(bench, product, router.bias(bench), rows)
     results = {"product": product.transpose(0, 1), "q": q, "latents": latents, "absorbed": absorbed, "out": out}
     return results | {"residual": residual, "ids": ids, "weights": weights}
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engine.kernels.reference import local_ids
+from engine.kernels.table import Routing
 
 KINDS = ("mean", "slowest")
 _POOL_ROWS = 32768
@@ -72,11 +73,9 @@ class FixedRouting(nn.Module):
         self.router = router
         self.ids_TK, self.weights_TK = ids_TK, weights_TK
 
-    def forward(
-        self, x_TD: torch.Tensor, num_tokens_1: torch.Tensor, local_experts: range
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _, _, shared_TS = self.router(x_TD, num_tokens_1, local_experts)
-        return self.ids_TK, self.weights_TK, shared_TS
+    def forward(self, x_TD: torch.Tensor, num_tokens_1: torch.Tensor, local_experts: range) -> Routing:
+        shared_TS = self.router(x_TD, num_tokens_1, local_experts).shared_TS
+        return Routing(self.ids_TK, self.weights_TK, shared_TS)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import reference
+from engine.kernels.table import Routing
 
 
 class ReferenceKernels:
@@ -82,10 +83,10 @@ class ReferenceKernels:
         top_k: int,
         normalize: bool,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Routing:
         num_experts = bias_E.shape[0]
         # Scores in float32 throughout: logits rounded to bfloat16 would reorder experts.
         logits_TE = F.linear(x_TD.float(), weight[:num_experts].float())
         ids_TK, weights_TK = reference.route(logits_TE, bias_E, top_k, normalize, scale)
         ids_TK = reference.local_ids(ids_TK, local_experts, num_tokens_1)
-        return ids_TK, weights_TK, reference.silu_mul(F.linear(x_TD, weight[num_experts:]))
+        return Routing(ids_TK, weights_TK, reference.silu_mul(F.linear(x_TD, weight[num_experts:])))

@@ -9,9 +9,19 @@ width, R rope width, X = C + R, E experts, K experts a token, S shared expert co
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+
+class Routing(NamedTuple):
+    """Local expert ids [T, K] (-1 = not here, or a padding row), float32 weights [T, K], the shared expert's activation
+    [T, S], and what the kernels of the experts may take for these very rows, None where they make it themselves."""
+
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    shared_TS: torch.Tensor
+    plan: Any = None
 
 
 class Kernels(Protocol):
@@ -84,9 +94,8 @@ class Kernels(Protocol):
         top_k: int,
         normalize: bool,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x times [router | shared gate | shared up]: local expert ids [T, K] (-1 = not here, or a padding row),
-        weights float32 [T, K], and the shared expert's activation [T, S]."""
+    ) -> Routing:
+        """x times [router | shared gate | shared up], and the choice of experts."""
 
 
 def _reference() -> Kernels:

@@ -12,7 +12,7 @@ from torch import nn
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import Norm, TokenDispatcher
 from engine.comm.parallel_state import ParallelState
-from engine.kernels.table import Kernels
+from engine.kernels.table import Kernels, Routing
 from engine.layers.linear import Linear, whole
 from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
 from engine.layers.quant import FloatExperts
@@ -46,10 +46,8 @@ class Router(nn.Module):
         self.first = Linear(width, parts, dtype, device)
         self.bias = empty(num_experts, dtype=torch.float32, device=device)
 
-    def forward(
-        self, x_tD: torch.Tensor, num_tokens_1: torch.Tensor, local_experts: range
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ids [t, K] counted in local_experts, -1 elsewhere and on padding; weights; shared activation [t, S])."""
+    def forward(self, x_tD: torch.Tensor, num_tokens_1: torch.Tensor, local_experts: range) -> Routing:
+        """The choice among local_experts, ids counted from their start, -1 elsewhere and on padding."""
         return self.kernels.route(
             x_tD,
             self.first.weight,
@@ -93,7 +91,8 @@ class MoEFeedForward(nn.Module):
     """Router -> dispatch -> experts -> combine, with the shared expert on the rows this rank holds.
 
     shared_down: the shared expert's second half, None without one. `sums_shared`: the rows that experts compute are the
-    rows this rank holds, so the shared expert's output is summed with theirs; otherwise it joins in the combine.
+    rows this rank holds, so the router's plan is theirs and the shared expert's output is summed with theirs; otherwise
+    it joins in the combine.
     """
 
     def __init__(
@@ -109,14 +108,14 @@ class MoEFeedForward(nn.Module):
         self, x_tD: torch.Tensor, residual_tD: torch.Tensor, batch: ForwardBatch, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dispatcher: TokenDispatcher = batch.dispatcher
-        ids_tK, weights_tK, shared_tS = self.router(x_tD, batch.num_tokens_1, dispatcher.local_experts)
+        ids_tK, weights_tK, shared_tS, plan = self.router(x_tD, batch.num_tokens_1, dispatcher.local_experts)
         sent = dispatcher.dispatch(x_tD, ids_tK, weights_tK)
         routed = (sent.x_RD, sent.expert_ids_RK, sent.weights_RK)
+        if self.sums_shared:
+            shared = (shared_tS, self.shared_down.weight) if self.shared_down is not None else (None, None)
+            return dispatcher.combine(self.experts(*routed, *shared, plan), sent.handle, residual_tD, norm)
         if self.shared_down is None:
             return dispatcher.combine(self.experts(*routed), sent.handle, residual_tD, norm)
-        if self.sums_shared:
-            partial_RD = self.experts(*routed, shared_tS, self.shared_down.weight)
-            return dispatcher.combine(partial_RD, sent.handle, residual_tD, norm)
         shared_tD = self.kernels.linear(shared_tS, self.shared_down.weight)
         return dispatcher.combine(self.experts(*routed), sent.handle, residual_tD, norm, shared_tD)
 

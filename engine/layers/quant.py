@@ -6,6 +6,7 @@ Shape letters: E this rank's experts, D model width, I this rank's columns of an
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,10 +44,12 @@ class FloatExperts(nn.Module):
         weights_TK: torch.Tensor,
         shared_act_TI: torch.Tensor | None = None,
         shared_down_DI: torch.Tensor | None = None,
+        plan: Any = None,
     ) -> torch.Tensor:
         """Weighted sum of the local experts of each row (id -1 = none), float32 [T, D], partial over ranks.
 
-        Where the shared expert's activation and down matrix are given, their product is added.
+        Where the shared expert's activation and down matrix are given, their product is added. plan: what the router
+        found out for these rows, if anything.
         """
         return reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down, shared_act_TI, shared_down_DI)
 
@@ -140,10 +143,11 @@ class PackedInt4Experts(Int4Experts):
         weights_TK: torch.Tensor,
         shared_act_TI: torch.Tensor | None = None,
         shared_down_DI: torch.Tensor | None = None,
+        plan: Any = None,
     ) -> torch.Tensor:
         """As `FloatExperts.forward`; up to 64 rows in parts [K + 1, T, D] where no other rank adds to them."""
         return self._kernels.int4_experts(
-            x_TD, ids_TK.int(), weights_TK, self.packed, shared_act_TI, shared_down_DI, in_parts=self.in_parts
+            x_TD, ids_TK.int(), weights_TK, self.packed, shared_act_TI, shared_down_DI, plan, in_parts=self.in_parts
         )
 
     def _target(self, name: str, index: int) -> tuple[str, int]:

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from engine.kernels.gpu.experts_kernels import act_kernel, down_kernel, gate_up_kernel, sum_kernel
-from engine.kernels.gpu.experts_plan import Plan, plan_blocks
+from engine.kernels.gpu.experts_plan import BLOCK_ROWS, Plan, plan_blocks
 from engine.kernels.gpu.int4 import half_of_gate_up, pack_int4, unpack_tiles
 from engine.kernels.gpu.pdl import launch_options
 
@@ -65,24 +65,25 @@ class Config:
     down: Tile
 
 
-ONE_ROW = Config(8, 4, Tile(64, 5, 4, 4), Tile(64, 3, 4, 5))
-FEW_ROWS = Config(8, 4, Tile(128, 4, 4, 4), Tile(128, 3, 4, 3))
-SOME_ROWS = Config(64, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1))
-MANY_ROWS = Config(128, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1))
+FEW_ROWS = Config(BLOCK_ROWS, 4, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
+LONG_DOWN = Tile(128, 3, 4, 4)  # where an expert is wider than LONG_WIDTH here
+LONG_WIDTH = 512
+MANY_ROWS = Config(64, 1, Tile(128, 3, 4, 2), Tile(128, 3, 4, 2))
 SMALL_SHARED_MEMORY = Tile(128, 2, 8, 1)
+FEW = 512  # rows up to which most experts have fewer than a large block
 
 
-def choose_config(num_rows: int, width: int, block_memory: int) -> Config:
-    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages and rows.
+def choose_config(num_rows: int, width: int, expert_width: int, block_memory: int) -> Config:
+    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages.
 
-    Up to 64 rows tiles differ, but neither `block_rows` nor `splits`, on which a result's bits depend.
+    `block_rows` and `splits`, on which a result's bits depend, are the same for all numbers of few rows.
     """
-    if num_rows <= INVARIANT_ROWS:
+    if num_rows <= FEW:
         splits = next(s for s in (4, 2, 1) if width // 128 % s == 0)
-        return replace(ONE_ROW if num_rows <= 2 else FEW_ROWS, splits=splits)
+        return replace(FEW_ROWS, splits=splits, down=LONG_DOWN if expert_width > LONG_WIDTH else FEW_ROWS.down)
     if block_memory < 160_000:
-        return replace(SOME_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY)
-    return SOME_ROWS if num_rows <= 1024 else MANY_ROWS
+        return replace(MANY_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY)
+    return MANY_ROWS
 
 
 @lru_cache
@@ -155,24 +156,24 @@ def int4_experts(
     packed: PackedExperts,
     shared_act_TI: torch.Tensor | None = None,
     shared_down_DI: torch.Tensor | None = None,
+    plan: Plan | None = None,
     config: Config | None = None,
     in_parts: bool = False,
 ) -> torch.Tensor:
     """float32 [T, D]: sum over each row's experts in order of id, plus shared_act . shared_down^T where given.
 
-    x: bfloat16, contiguous; ids: int32, -1 = not here or a padding row, distinct in a row; weights: float32;
-    shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64. With `in_parts` up to 64 rows give
-    float32 [K or K + 1, T, D] instead, to be added in order; meant for rows whose experts are all here.
+    x: bfloat16, contiguous; ids: int32, -1 = not here or a padding row, distinct in a row; weights: float32; plan: of
+    these rows in blocks of BLOCK_ROWS, made here if None; shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S
+    a multiple of 64. With `in_parts` up to 64 rows give bfloat16 [K or K + 1, T, D] instead, to be added in order;
+    meant for rows whose experts are all here.
     """
     num_rows, top_k = ids_TK.shape
-    config = config or choose_config(num_rows, packed.width, shared_memory(x_TD.device))
-    plan = plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows)
+    config = config or choose_config(num_rows, packed.width, packed.expert_width, shared_memory(x_TD.device))
+    plan = plan or plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows)
     in_parts = in_parts and num_rows <= INVARIANT_ROWS
     fuse_shared = shared_act_TI is not None and num_rows <= INVARIANT_ROWS
-    slots_KTD = torch.empty(
-        top_k + fuse_shared, num_rows, packed.width,
-        dtype=torch.float32 if num_rows <= INVARIANT_ROWS else torch.bfloat16, device=x_TD.device,
-    )  # fmt: skip
+    shape = (top_k + fuse_shared, num_rows, packed.width)
+    slots_KTD = torch.empty(shape, dtype=torch.bfloat16, device=x_TD.device)
     act = gate_up_product(x_TD, plan, packed, config, top_k)
     if config.splits > 1:
         act = silu_of_parts(act, ids_TK, plan, slots_KTD, in_parts)
@@ -204,7 +205,7 @@ def gate_up_product(x_TD: torch.Tensor, plan: Plan, packed: PackedExperts, confi
         x_TD, packed.gate_up_words, packed.gate_up_scales, plan.block_experts, plan.block_sizes, plan.rows,
         plan.slot_weights, plan.num_blocks, out, out, num_slots, blocks - 1,
         TOP_K=top_k, D=packed.width, INNER=expert_width, BN=tile.rows, ROWS=config.block_rows, SPLITS=splits,
-        GROUPED=config.block_rows == 8, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
+        GROUPED=config.block_rows == BLOCK_ROWS, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
         **launch_options(device),
     )  # fmt: skip
     return out
@@ -242,7 +243,7 @@ def down_product(
         *pointers, slots_KTD, num_rows, blocks - 1,
         TOP_K=top_k, D=width, INNER=packed.expert_width, SHARED_INNER=shared_act_TI.shape[1] if has_shared else 0,
         SHARED_ROWS=max(16, triton.next_power_of_2(num_rows)) if has_shared else 16, BN=tile.rows,
-        ROWS=config.block_rows, GROUPED=config.block_rows == 8, STAGES=tile.stages, ASM=device.type == "cuda",
+        ROWS=config.block_rows, GROUPED=config.block_rows == BLOCK_ROWS, STAGES=tile.stages, ASM=device.type == "cuda",
         num_warps=tile.warps, **options,
     )  # fmt: skip
 
@@ -263,7 +264,7 @@ _SIGNATURE = {
     "x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*bf16", "block_experts_ptr": "*i32",
     "block_sizes_ptr": "*i32", "rows_ptr": "*i32", "slot_weights_ptr": "*fp32", "num_blocks_ptr": "*i32",
     "partial_ptr": "*fp32", "act_ptr": "*bf16", "num_slots": "i32", "num_rows": "i32", "last_block": "i32",
-    "shared_act_ptr": "*bf16", "shared_ptr": "*bf16", "slot_ptr": "*fp32", "down_ptr": "*fp32", "out_ptr": "*fp32",
+    "shared_act_ptr": "*bf16", "shared_ptr": "*bf16", "slot_ptr": "*bf16", "down_ptr": "*bf16", "out_ptr": "*fp32",
     "ids_ptr": "*i32",
 }  # fmt: skip
 
@@ -273,9 +274,9 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     block_memory = 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
     pdl = capability >= (9, 0)
     cases = []
-    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 2048)):
-        config = choose_config(rows, 7168, block_memory)
-        grouped = config.block_rows == 8
+    for inner, rows in ((256, 16), (2048, 16), (256, 2048)):
+        config = choose_config(rows, 7168, inner, block_memory)
+        grouped = config.block_rows == BLOCK_ROWS
         shape = {"TOP_K": 8, "D": 7168, "INNER": inner, "PDL": pdl}
         shared = {"SHARED_INNER": 256 if grouped else 0, "SHARED_ROWS": max(16, min(rows, 64))}
         for kernel, tile, more in (

@@ -16,8 +16,10 @@ import triton.language as tl
 
 from engine.kernels.gpu.pdl import launch_options, wait
 
-LARGEST_KERNEL_PLAN = 64
+BLOCK_ROWS = 8  # rows of a block in products of few rows
+LARGEST_KERNEL_PLAN = 16384  # pairs; each program looks at all of them
 PAIRS_A_PROGRAM = 16
+PAIRS_A_LOOK = 512
 
 
 class Plan(NamedTuple):
@@ -41,27 +43,44 @@ def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
 def plan_blocks(ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int, block_rows: int) -> Plan:
     """Plan for ids int32 [T, K] (-1 = not here), distinct in each row, and weights float32 [T, K].
 
-    One kernel up to 64 rows; beyond, tensor operations without a look at the data from the host.
+    One kernel while pairs are few; beyond, tensor operations without a look at the data from the host.
     """
-    if ids_TK.shape[0] > LARGEST_KERNEL_PLAN:
+    if ids_TK.numel() > LARGEST_KERNEL_PLAN:
         return _plan_many(ids_TK, weights_TK, num_experts, block_rows)
     top_k, num_pairs = ids_TK.shape[1], ids_TK.numel()
-    blocks = max_blocks(num_pairs, num_experts, block_rows)
-    new = {"dtype": torch.int32, "device": ids_TK.device}
-    plan = Plan(
-        torch.empty(blocks, **new),
-        torch.empty(blocks, **new),
-        torch.empty(blocks, block_rows, **new),
-        torch.empty(num_pairs, dtype=torch.float32, device=ids_TK.device),
-        torch.empty(1, **new),
-    )
+    plan = empty_plan(num_pairs, max_blocks(num_pairs, num_experts, block_rows), block_rows, ids_TK.device)
     plan_kernel[(triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
         ids_TK, weights_TK, *plan, num_pairs,
-        TOP_K=top_k, ROWS=block_rows, PAIRS=max(16, triton.next_power_of_2(num_pairs)),
+        TOP_K=top_k, ROWS=block_rows, PAIRS=min(PAIRS_A_LOOK, max(16, triton.next_power_of_2(num_pairs))),
         EXPERTS=triton.next_power_of_2(num_experts + 1), PART=PAIRS_A_PROGRAM, num_warps=4,
         **launch_options(ids_TK.device),
     )  # fmt: skip
     return plan
+
+
+def empty_plan(num_pairs: int, num_blocks: int, block_rows: int, device: torch.device) -> Plan:
+    new = {"dtype": torch.int32, "device": device}
+    return Plan(
+        torch.empty(num_blocks, **new),
+        torch.empty(num_blocks, **new),
+        torch.empty(num_blocks, block_rows, **new),
+        torch.empty(num_pairs, dtype=torch.float32, device=device),
+        torch.empty(1, **new),
+    )
+
+
+@triton.jit
+def plan_one_row(
+    ids_K, weights_K, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The plan of a step of one row, whose choices (-1 = not here) a program holds: a block for each expert."""
+    here = ids_K >= 0
+    rank = tl.sum(((ids_K[None, :] < ids_K[:, None]) & here[None, :]).to(tl.int32), 1)
+    tl.store(block_experts_ptr + rank, ids_K, mask=here)
+    tl.store(block_sizes_ptr + rank, here.to(tl.int32), mask=here)
+    tl.store(rows_ptr + rank * ROWS, rank, mask=here)
+    tl.store(slot_weights_ptr + rank, weights_K, mask=here)
+    tl.store(num_blocks_ptr, tl.sum(here.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -72,16 +91,20 @@ def plan_kernel(
 ):  # fmt: skip
     """Program i places PART pairs; each counts all pairs for itself, so that none waits for another."""
     wait(PDL)
-    q = tl.arange(0, PAIRS)
-    all_ids = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1)
     p = tl.program_id(0) * PART + tl.arange(0, PART)
     ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
     here = ids >= 0
-    same = (ids[:, None] == all_ids[None, :]) & here[:, None]
-    count = tl.sum(same.to(tl.int32), 1)
-    earlier = tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), 1)  # in rows before this one
     e = tl.arange(0, EXPERTS)
-    sizes = tl.histogram(tl.where(all_ids >= 0, all_ids, EXPERTS - 1), EXPERTS)  # the last is no expert's
+    count = tl.zeros((PART,), tl.int32)
+    earlier = tl.zeros((PART,), tl.int32)  # in rows before this one
+    sizes = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_pairs, PAIRS):
+        q = first + tl.arange(0, PAIRS)
+        others = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1)
+        same = (ids[:, None] == others[None, :]) & here[:, None]
+        count += tl.sum(same.to(tl.int32), 1)
+        earlier += tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), 1)
+        sizes += tl.histogram(tl.where(others >= 0, others, EXPERTS - 1), EXPERTS)  # the last is no expert's
     blocks = tl.where(e < EXPERTS - 1, (sizes + ROWS - 1) // ROWS, 0)
     block = tl.sum(tl.where(e[None, :] < ids[:, None], blocks[None, :], 0), 1) + earlier // ROWS
     slot = p // TOP_K * TOP_K

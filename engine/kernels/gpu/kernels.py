@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.gpu import dense, embed, latent, norm, route
+from engine.kernels.table import Routing
 
 
 class TritonKernels:
@@ -82,7 +83,7 @@ class TritonKernels:
         top_k: int,
         normalize: bool,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Routing:
         if _is_small(x_TD):
             parts = self.partial(x_TD, weight)
         else:  # float32 here too: logits rounded to bfloat16 would reorder experts

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu import pdl
+from engine.kernels.gpu.experts_plan import BLOCK_ROWS, empty_plan, plan_one_row
 from engine.kernels.gpu.norm import silu
+from engine.kernels.table import Routing
 
 WARPS = 1  # eight maxima in a row: a warp's shuffles beat a block's barriers
 
@@ -31,6 +33,11 @@ def route_kernel(
     ids_ptr,
     weights_ptr,
     shared_ptr,
+    block_experts_ptr,
+    block_sizes_ptr,
+    rows_ptr,
+    slot_weights_ptr,
+    num_blocks_ptr,
     num_rows,
     first_expert,
     num_local,
@@ -42,6 +49,7 @@ def route_kernel(
     INNER: tl.constexpr,
     BLOCK_I: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PLAN_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -69,8 +77,20 @@ def route_kernel(
         if NORMALIZE:
             weights = weights / (tl.sum(weights, 0) + 1e-20)
         here = (ids >= first_expert) & (ids < first_expert + num_local) & (row < tl.load(num_tokens_ptr))
-        tl.store(ids_ptr + row * K + k, tl.where(here, ids - first_expert, -1), mask=k < K)
+        ids = tl.where(here & (k < K), ids - first_expert, -1)
+        tl.store(ids_ptr + row * K + k, ids, mask=k < K)
         tl.store(weights_ptr + row * K + k, weights * scale, mask=k < K)
+        if PLAN_ROWS > 0:
+            plan_one_row(
+                ids,
+                weights * scale,
+                block_experts_ptr,
+                block_sizes_ptr,
+                rows_ptr,
+                slot_weights_ptr,
+                num_blocks_ptr,
+                PLAN_ROWS,
+            )
     else:
         i = tl.arange(0, BLOCK_I)
         pdl.wait(PDL)
@@ -94,9 +114,9 @@ def route(
     normalize: bool,
     scale: float,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Local expert ids int32 [T, K] (-1 = not here, or a padding row), weights float32 [T, K], and the shared expert's
-    activation [T, I].
+) -> Routing:
+    """Local expert ids int32 [T, K] (-1 = not here, or a padding row), weights float32 [T, K], the shared expert's
+    activation [T, I], and for a single row the plan of its products.
 
     parts_PTW: float32 parts of x's product with [router | gate | up], W = E + 2I. Rows from num_tokens_1 on are
     padding. The experts are those of
@@ -109,6 +129,7 @@ def route(
     ids_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
     shared_TI = torch.empty(num_rows, inner, dtype=dtype, device=device)
+    plan = empty_plan(top_k, top_k, BLOCK_ROWS, device) if num_rows == 1 else None
     route_kernel[(num_rows, 2 if inner else 1)](
         parts_PTW,
         bias_E,
@@ -116,6 +137,7 @@ def route(
         ids_TK,
         weights_TK,
         shared_TI,
+        *(plan or [ids_TK, ids_TK, ids_TK, weights_TK, ids_TK]),  # stand-ins that nothing writes
         num_rows,
         local_experts.start,
         len(local_experts),
@@ -127,11 +149,12 @@ def route(
         INNER=inner,
         BLOCK_I=max(triton.next_power_of_2(inner), 1),
         NORMALIZE=normalize,
+        PLAN_ROWS=BLOCK_ROWS if plan else 0,
         PARTS=num_parts,
         num_warps=WARPS,
         **pdl.launch_options(device),
     )
-    return ids_TK, weights_TK, shared_TI
+    return Routing(ids_TK, weights_TK, shared_TI, plan)
 
 
 def compile_cases(capability: tuple[int, int]) -> list[tuple]:
@@ -139,9 +162,11 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     names = ("parts_ptr", "bias_ptr", "weights_ptr")
     signature = dict.fromkeys(names, "*fp32") | {"num_tokens_ptr": "*i32", "ids_ptr": "*i32", "shared_ptr": "*bf16"}
     signature |= {"num_rows": "i32", "first_expert": "i32", "num_local": "i32", "scale": "fp32"}
+    signature |= dict.fromkeys(("block_experts_ptr", "block_sizes_ptr", "rows_ptr", "num_blocks_ptr"), "*i32")
+    signature["slot_weights_ptr"] = "*fp32"
     chosen = {"E": 384, "BLOCK_E": 512, "K": 8, "BLOCK_K": 8, "NORMALIZE": True, "PDL": capability >= (9, 0)}
     return [
         (f"route {inner} {parts}", route_kernel, signature,
-         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts}, {"num_warps": WARPS})
-        for inner, parts in ((256, 4), (0, 1))
+         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts, "PLAN_ROWS": rows}, {"num_warps": WARPS})
+        for inner, parts, rows in ((256, 8, BLOCK_ROWS), (0, 1, 0))
     ]  # fmt: skip

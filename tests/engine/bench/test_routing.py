@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.bench.routing import FixedRouting, mixing_weights, routings
+from engine.kernels.table import Routing
 
 EXPERTS, TOP_K, EP = 384, 8, 8
 
@@ -48,11 +49,11 @@ def test_the_stand_in_still_computes_the_router():
     class Router(torch.nn.Module):
         def forward(self, x_TD, num_tokens_1, local_experts):
             seen.append(x_TD)
-            return None, None, x_TD + 1
+            return Routing(None, None, x_TD + 1)
 
     ids_TK, weights_TK = torch.zeros(2, 3, dtype=torch.int64), mixing_weights(2, 3, 2.5, seed=0)
     x_TD = torch.ones(2, 4)
-    ids, weights, shared = FixedRouting(Router(), ids_TK, weights_TK)(x_TD, torch.tensor([2]), range(8))
+    ids, weights, shared, _ = FixedRouting(Router(), ids_TK, weights_TK)(x_TD, torch.tensor([2]), range(8))
     assert ids is ids_TK and weights is weights_TK and torch.equal(shared, x_TD + 1)
     assert len(seen) == 1 and seen[0] is x_TD
     assert weights_TK.min() > 0 and weights_TK.sum(-1).tolist() == pytest.approx([2.5, 2.5])

@@ -85,15 +85,15 @@ def test_the_router_scores_in_float32():
     x = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
     x[0, :2] = 1
     router.bias.zero_()
-    ids, weights, _ = router(x, torch.tensor([1]), range(EXPERTS))
+    ids, weights, *_ = router(x, torch.tensor([1]), range(EXPERTS))
     assert ids.tolist() == [[4]] and weights.dtype == torch.float32
 
 
 def test_ids_count_from_the_first_local_expert_and_padding_goes_nowhere():
     router = make_router()
     x, _ = rows(5)
-    everywhere, _, _ = router(x, torch.tensor([5]), range(EXPERTS))
-    here, _, _ = router(x, torch.tensor([3]), range(2, 5))
+    everywhere, *_ = router(x, torch.tensor([5]), range(EXPERTS))
+    here, *_ = router(x, torch.tensor([3]), range(2, 5))
     expected = torch.where((everywhere >= 2) & (everywhere < 5), everywhere - 2, -1)
     expected[3:] = -1
     assert torch.equal(here, expected) and (expected >= 0).any()

@@ -92,6 +92,13 @@ def test_rope_of_queries():
 
 
 @interpreted
+@pytest.mark.parametrize("local", [range(24), range(6, 12)])
+@pytest.mark.parametrize("top_k", [1, 6, 8])
+def test_plan_of_one_row(top_k, local):
+    small.check_plan_of_one_row(BENCH, small.Router(24, top_k, local, 20))
+
+
+@interpreted
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_choice_of_experts(top_k):
     small.check_route(BENCH, small.Router(24, top_k, range(24), 20), 4, 2, 4)

@@ -27,7 +27,7 @@ def steps():
     residual, parts = torch.randn(3, 64), torch.randn(2, 3, 64)
     for _ in range(2):
         x, new = norm.add_norm(parts, residual, torch.ones(64), 1e-5)
-    ids, weights, _ = route.route(torch.randn(1, 3, 20), torch.zeros(12), torch.tensor([3], dtype=torch.int32),
+    ids, weights, *_ = route.route(torch.randn(1, 3, 20), torch.zeros(12), torch.tensor([3], dtype=torch.int32),
                                   range(12), 4, True, 1.0, torch.float32)
     return x, new, ids, torch.empty_like(ids), torch.ones(4)
 
