@@ -32,12 +32,11 @@ MAX_QUERY_LEN = 16
 class DecodeConfig:
     """What may be tuned. `min_split` and `max_splits` change results in the last bits, the others hardly.
 
-    hopper: the Gluon kernel of mla_decode_hopper where the shape fits it, which takes no other number of tokens and
-    warps than its own; tokens: keys a tile, a divisor of the page; stages: tiles in flight; max_rows: heads x query
+    hopper: the Gluon kernel of mla_decode_hopper where the shape fits it, which takes no other number of tokens, stages
+    and warps than its own; tokens: keys a tile, a divisor of the page; stages: tiles in flight; max_rows: heads x query
     tokens that one program takes at most; programs: resident programs an SM; min_split: fewest keys a split, a multiple
-    of 64; max_splits: a power of two; newest_early: the Gluon kernel reads this step's keys, too, before the previous
-    kernel ends, which asks that the previous kernel does not write them; columns, combine_warps, values: latent columns
-    and warps, value columns of a program of the two kernels that merge.
+    of 64; max_splits: a power of two; columns: latent columns of a program that merges; values: value columns of a
+    program of the up-projection.
     """
 
     hopper: bool = False
@@ -46,11 +45,9 @@ class DecodeConfig:
     warps: int = 4
     max_rows: int = 32
     programs: int = 1
-    min_split: int = 128
+    min_split: int = 64
     max_splits: int = 64
-    newest_early: bool = False
-    columns: int = 128
-    combine_warps: int = 4
+    columns: int = 64
     values: int = 32
 
 
@@ -213,19 +210,20 @@ def mla_decode(
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 32)}
     partial = torch.empty(tokens, heads, config.max_splits, latent, dtype=q_THX.dtype, device=q_THX.device)
     lse = torch.empty(tokens, heads, config.max_splits, dtype=torch.float32, device=q_THX.device)
-    rows = min(_power_of_two(heads * max_query_len, 16), config.max_rows)
+    hopper = config.hopper and page == 64 and latent % 128 == 0 and width - latent == 64
+    hopper = hopper and q_THX.dtype == torch.bfloat16
+    rows = min(_power_of_two(heads * max_query_len, 8 if hopper else 16), config.max_rows)
     programs = min(requests * config.max_splits, _num_sms(q_THX.device) * config.programs)
     grid = (programs, triton.cdiv(heads * max_query_len, rows))
     arguments = (block_table_NB, query_starts_N1, seq_lens_N, partial, lse)
     arguments += (block_table_NB.stride(0), requests, scale * 1.4426950408889634)
-    constants = {"H": heads, "C": latent, "R": width - latent, "ROWS": rows, "STAGES": config.stages} | splits
-    if config.hopper and page == 64 and latent % 64 == 0 and width - latent == 64 and q_THX.dtype == torch.bfloat16:
-        constants["NEWEST"] = config.newest_early
+    constants = {"H": heads, "C": latent, "R": width - latent, "ROWS": rows} | splits
+    if hopper:
         mla_decode_hopper.launch(grid, q_THX, cache, arguments, constants, options)
     else:
-        tile = {"PAGE": page, "TOKENS": min(config.tokens, page)}
+        tile = {"PAGE": page, "TOKENS": min(config.tokens, page), "STAGES": config.stages}
         _attend[grid](q_THX, cache, *arguments, **constants, **tile, num_warps=config.warps, **options)
-    latent_THC = combine(partial, lse, query_starts_N1, seq_lens_N, splits, config.columns, config.combine_warps)
+    latent_THC = combine(partial, lse, query_starts_N1, seq_lens_N, splits, config.columns)
     return up_project(latent_THC, w_v_HVC, config.values)
 
 
@@ -241,15 +239,14 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": 64}
     splits["PDL"] = capability >= (9, 0)
     cases = []
-    for heads, query_len in ((8, 1), (8, 4), (64, 4)):
-        rows = min(_power_of_two(heads * query_len, 16), config.max_rows)
-        constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows, "STAGES": config.stages} | splits
+    for heads, query_len in ((8, 1), (8, 2), (8, 4), (64, 4)):
+        rows = min(_power_of_two(heads * query_len, 8 if config.hopper else 16), config.max_rows)
+        constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows} | splits
         name = f"attend {heads}x{query_len}"
         if config.hopper:
-            constants["NEWEST"] = config.newest_early
             cases.append(mla_decode_hopper.compile_case(name, ATTEND_SIGNATURE, constants))
             continue
-        constants |= {"PAGE": 64, "TOKENS": config.tokens}
+        constants |= {"PAGE": 64, "TOKENS": config.tokens, "STAGES": config.stages}
         signature = ATTEND_SIGNATURE | {"cache_ptr": "*bf16"}
         cases.append((name, _attend, signature, constants, {"num_warps": config.warps}))
-    return cases + merge_cases(splits, config.columns, config.combine_warps, config.values)
+    return cases + merge_cases(splits, config.columns, config.values)

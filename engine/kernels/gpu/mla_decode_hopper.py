@@ -1,7 +1,8 @@
 """The attention half of `mla_decode` for compute capability 9.0, in Gluon: same units, same sums, tiles in a ring.
 
-What Triton's own pipeliner does not give: two tiles of a page fill shared memory, so the next load must start as soon
-as a tile is used up, and go on over the borders of units, while the sums of a unit are written out.
+What Triton's own pipeliner does not give: two or three tiles of a page fill shared memory, so the next load must start
+as soon as a tile is used up, and go on over the borders of units, while the sums of a unit are written out. Sums go out
+straight from registers: what room a transposition would take is the third tile's.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _issue(latent_desc, rope_desc, row, latent_ring, rope_ring, bars, k, C: gl.c
 @gluon.jit
 def _clear(latent, num_rows, C: gl.constexpr):
     """Zeros in the rows of a tile that nothing wrote: they may hold NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     unwritten = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) >= num_rows
     for i in gl.static_range(C // 64):
         panel = latent.slice(i * 64, 64, dim=1)
@@ -133,24 +134,25 @@ def _attend(
     MIN_SPLIT: gl.constexpr,
     MAX_SPLITS: gl.constexpr,
     REQUESTS: gl.constexpr,
-    NEWEST: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries.
 
-    Lengths, tables and keys are read before the previous kernel ends: with NEWEST all keys, else those of earlier
-    steps. The kernel just before may write none of them."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    Lengths, tables and keys of earlier steps are read before the previous kernel ends: it may write none of them. A
+    second group of four warps takes half the rows of the scores and half the columns of the sums."""
+    groups: gl.constexpr = gl.num_warps() // 4
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, ROWS // groups, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, mma)
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    each: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4], [0])
-    probs_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=ROWS * 2, element_bitwidth=16, rank=2)
+    sum_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * groups, 1], [16, ROWS, 16])
+    sum_row_layout: gl.constexpr = gl.SliceLayout(0, sum_mma)
+    each: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4 * groups], [0])
+    probs_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = latent_desc.dtype
     latent_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, C], latent_desc.layout)
     rope_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, R], rope_desc.layout)
     q_latent = gl.allocate_shared_memory(dtype, [ROWS, C], q_latent_desc.layout)
     q_rope = gl.allocate_shared_memory(dtype, [ROWS, R], q_rope_desc.layout)
-    probs_tile = gl.allocate_shared_memory(dtype, [64, ROWS], probs_layout)
+    probs_tile = gl.allocate_shared_memory(dtype, [ROWS, 64], probs_layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -181,7 +183,7 @@ def _attend(
     new_from = seq_len - query_len
     page = gl.load(table_ptr + ahead_table + ahead_token // 64, mask=ahead < total, other=0).to(gl.int32)
     issued = 0
-    while (issued < STAGES) & (ahead < total) & (NEWEST | (ahead_token + 64 <= new_from)):
+    while (issued < STAGES) & (ahead < total) & (ahead_token + 64 <= new_from):
         _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
         issued += 1
         ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
@@ -203,13 +205,13 @@ def _attend(
     q_phase = 0
     rows = first_of_tile + gl.arange(0, ROWS, layout=row_layout)
     keys = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    wide_rows = first_of_tile + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    wide_columns = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, wide)), 0)
+    sum_rows = first_of_tile + gl.arange(0, ROWS, layout=sum_row_layout)
+    columns = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, sum_mma)), 1)
     while unit < total:
         row_lens = gl.where(rows < query_len * H, seq_len - query_len + 1 + rows // H, 0)
         top = gl.full([ROWS], -1e30, gl.float32, layout=row_layout)
         sums = gl.zeros([64, ROWS], gl.float32, layout=mma)
-        acc = gl.zeros([C, ROWS], gl.float32, layout=mma)
+        acc = gl.zeros([C, ROWS], gl.float32, layout=sum_mma)
         token = split * size
         mbarrier.wait(q_bar, q_phase)
         while token < stop:
@@ -231,14 +233,18 @@ def _attend(
             scores = gl.where(visible, scores * scale_log2, -1e30)
             new_top = gl.maximum(top, gl.max(scores, 0))
             probs = gl.exp2(scores - gl.expand_dims(new_top, 0))
-            shrink = gl.expand_dims(gl.exp2(top - new_top), 0)
+            shrink = gl.exp2(top - new_top)
             top = new_top
-            sums = sums * shrink + probs
-            probs_tile.store(probs.to(dtype))
-            acc = acc * shrink
+            sums = sums * gl.expand_dims(shrink, 0) + probs
+            probs_tile.permute((1, 0)).store(probs.to(dtype))
+            acc = acc * gl.expand_dims(gl.convert_layout(shrink, sum_row_layout), 0)
             fence_async_shared()
             gl.thread_barrier()
-            acc = warpgroup_mma(latent.permute((1, 0)), probs_tile, acc, is_async=True)
+            if (token + 64 >= stop) & (unit + gl.num_programs(0) < total):  # no warp needs these queries any more
+                next_n = gl.sum((ends <= unit + gl.num_programs(0)).to(gl.int32), 0)
+                next_row = gl.sum(gl.where(requests == next_n, first_rows, 0), 0)
+                _issue_q(q_latent_desc, q_rope_desc, next_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
+            acc = warpgroup_mma(latent.permute((1, 0)), probs_tile.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             gl.thread_barrier()
             if ahead < total:  # the slot is free: its next tile starts at once, before a unit's end is dealt with
@@ -247,22 +253,25 @@ def _attend(
             token += 64
         place = first_row.to(gl.int64) * H
         wanted = (row_lens > split * size) & (_split_size(row_lens, MIN_SPLIT, MAX_SPLITS) == size)
-        wide_lens = gl.where(wide_rows < query_len * H, seq_len - query_len + 1 + wide_rows // H, 0)
-        wide_wanted = (wide_lens > split * size) & (_split_size(wide_lens, MIN_SPLIT, MAX_SPLITS) == size)
+        sum_lens = gl.where(sum_rows < query_len * H, seq_len - query_len + 1 + sum_rows // H, 0)
+        sum_wanted = (sum_lens > split * size) & (_split_size(sum_lens, MIN_SPLIT, MAX_SPLITS) == size)
         lse_at = lse_ptr + (place + rows) * MAX_SPLITS + split
-        at = partial_ptr + gl.expand_dims(((place + wide_rows) * MAX_SPLITS + split) * C, 1)
+        at = partial_ptr + gl.expand_dims(((place + sum_rows) * MAX_SPLITS + split) * C, 0)
         unit += gl.num_programs(0)
         n, first_row, query_len, seq_len, split, size, stop = _describe(
             unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS
         )
         q_phase = q_phase ^ 1
-        if unit < total:
-            _issue_q(q_latent_desc, q_rope_desc, first_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
         denominator = gl.sum(sums, 0)
         gl.store(lse_at, top + gl.log2(denominator), mask=wanted)
-        out = (acc * gl.expand_dims(1.0 / denominator, 0)).to(partial_ptr.dtype.element_ty)
-        out = gl.convert_layout(gl.permute(out, (1, 0)), wide)
-        gl.store(at + wide_columns, out, mask=gl.expand_dims(wide_wanted, 1))
+        factor = gl.convert_layout(1.0 / denominator, sum_row_layout)
+        out = (acc * gl.expand_dims(factor, 0)).to(partial_ptr.dtype.element_ty)
+        gl.store(at + columns, out, mask=gl.expand_dims(sum_wanted, 0))
+
+
+def _resources(rows: int) -> tuple[int, int]:
+    """(tiles in flight, warps): what shared memory and registers leave room for."""
+    return (3 if rows <= 8 else 2), (8 if rows >= 32 else 4)
 
 
 def launch(
@@ -274,7 +283,8 @@ def launch(
         for rows_LX, height in ((q_THX.flatten(0, 1), constants["ROWS"]), (cache.flatten(0, 1), TOKENS))
         for width in ("C", "R")
     ]
-    _attend[grid](*sources, *arguments, **constants, **options, num_warps=4)
+    stages, warps = _resources(constants["ROWS"])
+    _attend[grid](*sources, *arguments, **constants | {"STAGES": stages}, **options, num_warps=warps)
 
 
 def compile_case(name: str, signature: dict, constants: dict) -> tuple:
@@ -283,4 +293,6 @@ def compile_case(name: str, signature: dict, constants: dict) -> tuple:
     shapes = [(height, constants[width]) for height in (constants["ROWS"], TOKENS) for width in ("C", "R")]
     sources = [f"tensordesc<bf16[{height},{width}],{TILE_LAYOUT!r}>" for height, width in shapes]
     signature = {key: value for key, value in signature.items() if key != "q_ptr"}
-    return name, _attend, signature | dict(zip(names, sources, strict=True)), constants, {"num_warps": 4}
+    stages, warps = _resources(constants["ROWS"])
+    constants = constants | {"STAGES": stages}
+    return name, _attend, signature | dict(zip(names, sources, strict=True)), constants, {"num_warps": warps}

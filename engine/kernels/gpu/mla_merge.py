@@ -13,6 +13,7 @@ import triton.language as tl
 from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.pdl import launch_options, wait
 
+COLUMNS_A_WARP = 32  # of the kernel that merges; one warp alone never waits for another
 ROWS = 16  # tokens a program of the up-projection, whatever their number
 
 
@@ -82,7 +83,6 @@ def combine(
     seq_lens_N: torch.Tensor,
     splits: dict[str, int],
     columns: int,
-    warps: int,
 ) -> torch.Tensor:
     """The merged latents [T, H, C] in the partial sums' type; zeros for rows without keys. splits: the units' rule."""
     tokens, heads, _splits, latent = partial_THSC.shape
@@ -90,7 +90,7 @@ def combine(
     columns = min(columns, latent)
     _combine[(tokens * heads, latent // columns)](
         partial_THSC, lse_THS, query_starts_N1, seq_lens_N, out_THC, seq_lens_N.shape[0], H=heads, C=latent,
-        COLUMNS=columns, **splits, num_warps=warps, **launch_options(out_THC.device),
+        COLUMNS=columns, **splits, num_warps=max(1, columns // COLUMNS_A_WARP), **launch_options(out_THC.device),
     )  # fmt: skip
     return out_THC
 
@@ -118,9 +118,10 @@ UP_PROJECT_SIGNATURE = {
 }  # fmt: skip
 
 
-def merge_cases(splits: dict[str, int], columns: int, warps: int, values: int) -> list[tuple]:
+def merge_cases(splits: dict[str, int], columns: int, values: int) -> list[tuple]:
     """The share of mla_decode.compile_cases; splits: the units' rule and PDL."""
     shape = {"H": 8, "C": 512}
-    cases = [("combine", _combine, COMBINE_SIGNATURE, shape | {"COLUMNS": columns} | splits, {"num_warps": warps})]
+    merged = shape | {"COLUMNS": columns} | splits
+    cases = [("combine", _combine, COMBINE_SIGNATURE, merged, {"num_warps": max(1, columns // COLUMNS_A_WARP)})]
     constants = shape | {"V": 128, "VALUES": values, "ROWS": ROWS, "PDL": splits["PDL"]}
     return [*cases, ("up_project", _up_project, UP_PROJECT_SIGNATURE, constants, {"num_warps": 4})]
