@@ -65,24 +65,26 @@ class Config:
     down: Tile
 
 
-ONE_ROW = Config(8, 4, Tile(64, 5, 4, 4), Tile(64, 3, 4, 5))
-FEW_ROWS = Config(8, 4, Tile(128, 4, 4, 4), Tile(128, 3, 4, 3))
-SOME_ROWS = Config(64, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1))
-MANY_ROWS = Config(128, 1, Tile(128, 3, 8, 1), Tile(128, 3, 8, 1))
+FEW_ROWS = Config(8, 4, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
+SOME_ROWS = Config(8, 2, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
+MANY_ROWS = Config(64, 1, Tile(128, 3, 4, 2), Tile(128, 3, 4, 2))
+DOWN_OF_WIDE_EXPERTS = Tile(128, 3, 4, 4)
 SMALL_SHARED_MEMORY = Tile(128, 2, 8, 1)
+MOST_SOME_ROWS = 512  # of 384 experts and 8 a row: then blocks of 8 are about as many as experts, and half full
 
 
-def choose_config(num_rows: int, width: int, block_memory: int) -> Config:
-    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages and rows.
+def choose_config(num_rows: int, width: int, expert_width: int, block_memory: int) -> Config:
+    """By the number of rows, the experts' widths and the bytes of shared memory a block may have.
 
-    Up to 64 rows tiles differ, but neither `block_rows` nor `splits`, on which a result's bits depend.
+    Up to 64 rows neither `block_rows` nor `splits` depend on the rows: a result's bits depend on those.
     """
-    if num_rows <= INVARIANT_ROWS:
-        splits = next(s for s in (4, 2, 1) if width // 128 % s == 0)
-        return replace(ONE_ROW if num_rows <= 2 else FEW_ROWS, splits=splits)
-    if block_memory < 160_000:
-        return replace(SOME_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY)
-    return SOME_ROWS if num_rows <= 1024 else MANY_ROWS
+    if num_rows > MOST_SOME_ROWS:
+        little = block_memory < 160_000
+        return replace(MANY_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY) if little else MANY_ROWS
+    config = FEW_ROWS if num_rows <= INVARIANT_ROWS else SOME_ROWS
+    splits = next(s for s in (config.splits, 2, 1) if width // 128 % s == 0)
+    is_wide = expert_width >= 1024 and num_rows > 2
+    return replace(config, splits=splits, down=DOWN_OF_WIDE_EXPERTS if is_wide else config.down)
 
 
 @lru_cache
@@ -161,18 +163,17 @@ def int4_experts(
     """float32 [T, D]: sum over each row's experts in order of id, plus shared_act . shared_down^T where given.
 
     x: bfloat16, contiguous; ids: int32, -1 = not here or a padding row, distinct in a row; weights: float32;
-    shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64. With `in_parts` up to 64 rows give
-    float32 [K or K + 1, T, D] instead, to be added in order; meant for rows whose experts are all here.
+    shared_act: bfloat16 [T, S], shared_down: bfloat16 [D, S], S a multiple of 64. Every product is rounded to bfloat16
+    before it is added in float32. With `in_parts` up to 64 rows give those products instead, bfloat16
+    [K or K + 1, T, D], to be added in order; meant for rows whose experts are all here.
     """
     num_rows, top_k = ids_TK.shape
-    config = config or choose_config(num_rows, packed.width, shared_memory(x_TD.device))
+    config = config or choose_config(num_rows, packed.width, packed.expert_width, shared_memory(x_TD.device))
     plan = plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows)
     in_parts = in_parts and num_rows <= INVARIANT_ROWS
     fuse_shared = shared_act_TI is not None and num_rows <= INVARIANT_ROWS
-    slots_KTD = torch.empty(
-        top_k + fuse_shared, num_rows, packed.width,
-        dtype=torch.float32 if num_rows <= INVARIANT_ROWS else torch.bfloat16, device=x_TD.device,
-    )  # fmt: skip
+    shape = (top_k + fuse_shared, num_rows, packed.width)
+    slots_KTD = torch.empty(shape, dtype=torch.bfloat16, device=x_TD.device)
     act = gate_up_product(x_TD, plan, packed, config, top_k)
     if config.splits > 1:
         act = silu_of_parts(act, ids_TK, plan, slots_KTD, in_parts)
@@ -263,7 +264,7 @@ _SIGNATURE = {
     "x_ptr": "*bf16", "words_ptr": "*i16", "scales_ptr": "*bf16", "block_experts_ptr": "*i32",
     "block_sizes_ptr": "*i32", "rows_ptr": "*i32", "slot_weights_ptr": "*fp32", "num_blocks_ptr": "*i32",
     "partial_ptr": "*fp32", "act_ptr": "*bf16", "num_slots": "i32", "num_rows": "i32", "last_block": "i32",
-    "shared_act_ptr": "*bf16", "shared_ptr": "*bf16", "slot_ptr": "*fp32", "down_ptr": "*fp32", "out_ptr": "*fp32",
+    "shared_act_ptr": "*bf16", "shared_ptr": "*bf16", "slot_ptr": "*bf16", "down_ptr": "*bf16", "out_ptr": "*bf16",
     "ids_ptr": "*i32",
 }  # fmt: skip
 
@@ -273,11 +274,11 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     block_memory = 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
     pdl = capability >= (9, 0)
     cases = []
-    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 2048)):
-        config = choose_config(rows, 7168, block_memory)
+    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 256), (256, 2048)):
+        config = choose_config(rows, 7168, inner, block_memory)
         grouped = config.block_rows == 8
         shape = {"TOP_K": 8, "D": 7168, "INNER": inner, "PDL": pdl}
-        shared = {"SHARED_INNER": 256 if grouped else 0, "SHARED_ROWS": max(16, min(rows, 64))}
+        shared = {"SHARED_INNER": 256 if rows <= INVARIANT_ROWS else 0, "SHARED_ROWS": max(16, min(rows, 64))}
         for kernel, tile, more in (
             (gate_up_kernel, config.gate_up, {"SPLITS": config.splits}),
             (down_kernel, config.down, shared),
@@ -286,10 +287,10 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
             constants |= {"GROUPED": grouped, "ASM": True}
             cases.append(_case(f"{kernel.__name__} {inner} {rows}", kernel, constants, tile.warps))
         if config.splits > 1:
-            constants = shape | {"SPLITS": config.splits, "CLEAR": True, "BLOCK": 256}
+            constants = shape | {"SPLITS": config.splits, "CLEAR": rows <= INVARIANT_ROWS, "BLOCK": 256}
             cases.append(_case(f"act_kernel {inner} {rows}", act_kernel, constants, 2))
     constants = {"TOP_K": 8, "D": 7168, "SHARED": True, "BLOCK": 1024, "PDL": pdl}
-    cases.append(_case("sum_kernel", sum_kernel, constants, 4, {"shared_ptr": "*fp32"}))
+    cases.append(_case("sum_kernel", sum_kernel, constants, 4, {"out_ptr": "*fp32"}))
     return cases
 
 

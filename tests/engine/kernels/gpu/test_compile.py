@@ -78,12 +78,12 @@ def callees(function: JITFunction) -> list[JITFunction]:
 
 
 def test_weights_reach_hoppers_matrix_units_through_registers():
-    case = next(c for c in experts.compile_cases((9, 0)) if c[0] == "gate_up_kernel 256 16")
+    case = next(c for c in experts.compile_cases((9, 0)) if c[0] == "gate_up_kernel 256 2048")
     assembly = compiled(case, (9, 0)).asm
     assert "wgmma.mma_async" in assembly["ptx"] and "ldmatrix" in assembly["ptx"]
     loop = assembly["ttgir"].partition("scf.for")[2]
     dot = next(line for line in loop.splitlines() if "warp_group_dot " in line)
-    assert re.search(r"tensor<64x\d+xbf16, #ttg.dot_op<{opIdx = 0", dot), "the weight went through shared memory"
+    assert re.search(r"tensor<128x\d+xbf16, #ttg.dot_op<{opIdx = 0", dot), "the weight went through shared memory"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

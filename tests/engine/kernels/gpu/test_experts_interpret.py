@@ -58,7 +58,7 @@ class Case:
 
         for module in (experts, experts_plan):
             monkeypatch.setattr(module.torch, "empty", poisoned)
-        config = experts.choose_config(self.x.shape[0], WIDTH, 1 << 20)
+        config = experts.choose_config(self.x.shape[0], WIDTH, INNER, 1 << 20)
         rest = (self.shared_act[:rows], self.shared_down) if shared else ()
         settings = {k: experts.Tile(*v) if isinstance(v, tuple) else v for k, v in settings.items()}
         inputs = (self.x[:rows], self.ids[:rows], self.weights[:rows])
@@ -118,7 +118,7 @@ def test_parts_add_up_to_the_sum(monkeypatch):
     case = Case(3)
     case.ids[1] = -1
     parts = case.run(monkeypatch, parts=True)
-    assert parts.shape == (TOP_K + 1, 3, WIDTH)
+    assert parts.shape == (TOP_K + 1, 3, WIDTH) and parts.dtype == torch.bfloat16
     total = torch.zeros(3, WIDTH)
     for part in parts:
         total += part
