@@ -132,7 +132,7 @@ def test_nobody_is_here(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "block_rows"), [(2, 8), (9, 8), (33, 8), (33, 16), (70, 64)])
+@pytest.mark.parametrize(("rows", "block_rows"), [(2, 8), (9, 8), (33, 8), (33, 16), (70, 64), (100, 8)])
 def test_plan_holds_every_pair_once(rows, block_rows):
     from engine.kernels.gpu.experts_plan import plan_blocks
 
