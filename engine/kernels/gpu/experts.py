@@ -66,24 +66,25 @@ class Config:
 
 
 FEW_ROWS = Config(BLOCK_ROWS, 4, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
-LONG_DOWN = Tile(128, 3, 4, 4)  # where an expert is wider than LONG_WIDTH here
-LONG_WIDTH = 512
+SOME_ROWS = Config(BLOCK_ROWS, 2, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
 MANY_ROWS = Config(64, 1, Tile(128, 3, 4, 2), Tile(128, 3, 4, 2))
+DOWN_OF_WIDE_EXPERTS = Tile(128, 3, 4, 4)
 SMALL_SHARED_MEMORY = Tile(128, 2, 8, 1)
-FEW = 512  # rows up to which most experts have fewer than a large block
+MOST_SOME_ROWS = 512  # of 384 experts and 8 a row: then blocks of 8 are about as many as experts, and half full
 
 
 def choose_config(num_rows: int, width: int, expert_width: int, block_memory: int) -> Config:
-    """By the number of rows and the bytes of shared memory a block may have: with little, fewer stages.
+    """By the number of rows, the experts' widths and the bytes of shared memory a block may have.
 
-    `block_rows` and `splits`, on which a result's bits depend, are the same for all numbers of few rows.
+    Up to 64 rows neither `block_rows` nor `splits` depend on the rows: a result's bits depend on those.
     """
-    if num_rows <= FEW:
-        splits = next(s for s in (4, 2, 1) if width // 128 % s == 0)
-        return replace(FEW_ROWS, splits=splits, down=LONG_DOWN if expert_width > LONG_WIDTH else FEW_ROWS.down)
-    if block_memory < 160_000:
-        return replace(MANY_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY)
-    return MANY_ROWS
+    if num_rows > MOST_SOME_ROWS:
+        little = block_memory < 160_000
+        return replace(MANY_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY) if little else MANY_ROWS
+    config = FEW_ROWS if num_rows <= INVARIANT_ROWS else SOME_ROWS
+    splits = next(s for s in (config.splits, 2, 1) if width // 128 % s == 0)
+    is_wide = expert_width >= 1024 and num_rows > 2
+    return replace(config, splits=splits, down=DOWN_OF_WIDE_EXPERTS if is_wide else config.down)
 
 
 @lru_cache
@@ -274,11 +275,11 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     block_memory = 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
     pdl = capability >= (9, 0)
     cases = []
-    for inner, rows in ((256, 16), (2048, 16), (256, 2048)):
+    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 256), (256, 2048)):
         config = choose_config(rows, 7168, inner, block_memory)
         grouped = config.block_rows == BLOCK_ROWS
         shape = {"TOP_K": 8, "D": 7168, "INNER": inner, "PDL": pdl}
-        shared = {"SHARED_INNER": 256 if grouped else 0, "SHARED_ROWS": max(16, min(rows, 64))}
+        shared = {"SHARED_INNER": 256 if rows <= INVARIANT_ROWS else 0, "SHARED_ROWS": max(16, min(rows, 64))}
         for kernel, tile, more in (
             (gate_up_kernel, config.gate_up, {"SPLITS": config.splits}),
             (down_kernel, config.down, shared),
@@ -287,10 +288,10 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
             constants |= {"GROUPED": grouped, "ASM": True}
             cases.append(_case(f"{kernel.__name__} {inner} {rows}", kernel, constants, tile.warps))
         if config.splits > 1:
-            constants = shape | {"SPLITS": config.splits, "CLEAR": True, "BLOCK": 256}
+            constants = shape | {"SPLITS": config.splits, "CLEAR": rows <= INVARIANT_ROWS, "BLOCK": 256}
             cases.append(_case(f"act_kernel {inner} {rows}", act_kernel, constants, 2))
     constants = {"TOP_K": 8, "D": 7168, "SHARED": True, "BLOCK": 1024, "PDL": pdl}
-    cases.append(_case("sum_kernel", sum_kernel, constants, 4, {"shared_ptr": "*fp32"}))
+    cases.append(_case("sum_kernel", sum_kernel, constants, 4, {"out_ptr": "*fp32"}))
     return cases
 
 

@@ -123,7 +123,7 @@ def act_kernel(
         out = down_ptr + (rank * num_rows + row).to(tl.int64) * D
         for first in range(tl.program_id(1) * BLOCK, D, tl.num_programs(1) * BLOCK):
             d = first + tl.arange(0, BLOCK)
-            tl.store(out + d, tl.zeros((BLOCK,), tl.float32), mask=d < D)
+            tl.store(out + d, tl.zeros((BLOCK,), down_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit

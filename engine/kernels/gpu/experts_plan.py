@@ -17,9 +17,9 @@ import triton.language as tl
 from engine.kernels.gpu.pdl import launch_options, wait
 
 BLOCK_ROWS = 8  # rows of a block in products of few rows
-LARGEST_KERNEL_PLAN = 16384  # pairs; each program looks at all of them
+LARGEST_KERNEL_PLAN = 64
 PAIRS_A_PROGRAM = 16
-PAIRS_A_LOOK = 512
+CHUNK = 128  # pairs; a multiple of those of a program
 
 
 class Plan(NamedTuple):
@@ -43,15 +43,15 @@ def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
 def plan_blocks(ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int, block_rows: int) -> Plan:
     """Plan for ids int32 [T, K] (-1 = not here), distinct in each row, and weights float32 [T, K].
 
-    One kernel while pairs are few; beyond, tensor operations without a look at the data from the host.
+    One kernel up to 64 rows, three beyond.
     """
-    if ids_TK.numel() > LARGEST_KERNEL_PLAN:
+    if ids_TK.shape[0] > LARGEST_KERNEL_PLAN:
         return _plan_many(ids_TK, weights_TK, num_experts, block_rows)
     top_k, num_pairs = ids_TK.shape[1], ids_TK.numel()
     plan = empty_plan(num_pairs, max_blocks(num_pairs, num_experts, block_rows), block_rows, ids_TK.device)
     plan_kernel[(triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
         ids_TK, weights_TK, *plan, num_pairs,
-        TOP_K=top_k, ROWS=block_rows, PAIRS=min(PAIRS_A_LOOK, max(16, triton.next_power_of_2(num_pairs))),
+        TOP_K=top_k, ROWS=block_rows, PAIRS=max(16, triton.next_power_of_2(num_pairs)),
         EXPERTS=triton.next_power_of_2(num_experts + 1), PART=PAIRS_A_PROGRAM, num_warps=4,
         **launch_options(ids_TK.device),
     )  # fmt: skip
@@ -83,28 +83,15 @@ def plan_one_row(
     tl.store(num_blocks_ptr, tl.sum(here.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def plan_kernel(
-    ids_ptr, weights_ptr, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr, num_pairs,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def _place(
+    ids_ptr, weights_ptr, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr,
+    num_pairs, p, ids, count, earlier, sizes,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Program i places PART pairs; each counts all pairs for itself, so that none waits for another."""
-    wait(PDL)
-    p = tl.program_id(0) * PART + tl.arange(0, PART)
-    ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
+    """Writes pairs p of experts `ids`, which have `count` pairs in all and `earlier` ones before p, to the plan."""
     here = ids >= 0
     e = tl.arange(0, EXPERTS)
-    count = tl.zeros((PART,), tl.int32)
-    earlier = tl.zeros((PART,), tl.int32)  # in rows before this one
-    sizes = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, num_pairs, PAIRS):
-        q = first + tl.arange(0, PAIRS)
-        others = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1)
-        same = (ids[:, None] == others[None, :]) & here[:, None]
-        count += tl.sum(same.to(tl.int32), 1)
-        earlier += tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), 1)
-        sizes += tl.histogram(tl.where(others >= 0, others, EXPERTS - 1), EXPERTS)  # the last is no expert's
     blocks = tl.where(e < EXPERTS - 1, (sizes + ROWS - 1) // ROWS, 0)
     block = tl.sum(tl.where(e[None, :] < ids[:, None], blocks[None, :], 0), 1) + earlier // ROWS
     slot = p // TOP_K * TOP_K
@@ -121,46 +108,108 @@ def plan_kernel(
         tl.store(num_blocks_ptr, tl.sum(blocks, 0))
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def plan_kernel(
+    ids_ptr, weights_ptr, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr, num_pairs,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i places PART pairs; each counts all pairs for itself, so that none waits for another."""
+    wait(PDL)
+    q = tl.arange(0, PAIRS)
+    all_ids = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1)
+    p = tl.program_id(0) * PART + tl.arange(0, PART)
+    ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
+    here = ids >= 0
+    same = (ids[:, None] == all_ids[None, :]) & here[:, None]
+    count = tl.sum(same.to(tl.int32), 1)
+    earlier = tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), 1)  # in rows before this one
+    sizes = tl.histogram(tl.where(all_ids >= 0, all_ids, EXPERTS - 1), EXPERTS)  # the last is no expert's
+    _place(
+        ids_ptr, weights_ptr, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr,
+        num_pairs, p, ids, count, earlier, sizes, TOP_K, ROWS, EXPERTS,
+    )  # fmt: skip
+
+
 def _plan_many(ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int, block_rows: int) -> Plan:
-    top_k = ids_TK.shape[1]
-    device, num_pairs = ids_TK.device, ids_TK.numel()
-    blocks = max_blocks(num_pairs, num_experts, block_rows)
-    here_TK = ids_TK >= 0
-    lower_TKK = (ids_TK.unsqueeze(1) < ids_TK.unsqueeze(2)) & here_TK.unsqueeze(1)
-    first_T1 = torch.arange(0, num_pairs, top_k, device=device).unsqueeze(1)
-    # Pairs that are not here go behind the row's others, so that slots are a permutation.
-    rank_TK = torch.where(here_TK, lower_TKK.sum(-1), here_TK.sum(-1, keepdim=True) + (~here_TK).cumsum(-1) - 1)
-    slot_P = (first_T1 + rank_TK).flatten()
-    expert_P = torch.where(here_TK, ids_TK, num_experts).flatten().long()
-    sorted_P, order_P = expert_P.sort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-    counts.scatter_add_(0, expert_P, torch.ones_like(expert_P))
-    within_P = torch.arange(num_pairs, device=device) - (counts.cumsum(0) - counts)[sorted_P]
-    blocks_E = (counts[:-1] + block_rows - 1) // block_rows
-    ends_E = blocks_E.cumsum(0)
-    firsts = torch.cat((ends_E - blocks_E, ends_E[-1:]))
-    place_P = (firsts[sorted_P] + within_P // block_rows) * block_rows + within_P % block_rows
-    place_P = torch.where(sorted_P < num_experts, place_P, blocks * block_rows)
-    rows = torch.full((blocks * block_rows + 1,), -1, dtype=torch.int32, device=device)
-    rows.scatter_(0, place_P, slot_P[order_P].int())
-    block_B = torch.arange(blocks, device=device)
-    block_experts = torch.searchsorted(ends_E, block_B, right=True)
-    in_expert_B = (block_B - firsts[block_experts]) * block_rows
-    block_sizes = (counts[block_experts] - in_expert_B).clamp(0, block_rows)
-    slot_weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
-    slot_weights.scatter_(0, slot_P, weights_TK.flatten().float())
-    rows = rows[:-1].view(blocks, block_rows)
-    return Plan(block_experts.int(), block_sizes.int(), rows, slot_weights, ends_E[-1:].int())
+    """Counts by chunk of pairs, their sums over chunks, then every pair's place."""
+    top_k, num_pairs = ids_TK.shape[1], ids_TK.numel()
+    device, new = ids_TK.device, {"dtype": torch.int32, "device": ids_TK.device}
+    plan = empty_plan(num_pairs, max_blocks(num_pairs, num_experts, block_rows), block_rows, device)
+    chunks, experts = triton.cdiv(num_pairs, CHUNK), max(16, triton.next_power_of_2(num_experts + 1))
+    counts_CE, sizes_E = torch.empty(chunks, experts, **new), torch.empty(experts, **new)
+    options = launch_options(device)
+    count_kernel[(chunks,)](ids_TK, counts_CE, num_pairs, EXPERTS=experts, CHUNK=CHUNK, num_warps=4, **options)
+    prefix_kernel[(experts // 16,)](counts_CE, sizes_E, chunks, EXPERTS=experts, CHUNKS=64, num_warps=4, **options)
+    place_kernel[(triton.cdiv(num_pairs, PAIRS_A_PROGRAM),)](
+        ids_TK, weights_TK, counts_CE, sizes_E, *plan, num_pairs, TOP_K=top_k, ROWS=block_rows, EXPERTS=experts,
+        CHUNK=CHUNK, PART=PAIRS_A_PROGRAM, num_warps=4, **options,
+    )  # fmt: skip
+    return plan
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(ids_ptr, counts_ptr, num_pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Program c counts the experts of chunk c; the last expert's count is that of pairs which are not here."""
+    wait(PDL)
+    p = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
+    counts = tl.histogram(tl.where(ids >= 0, ids, EXPERTS - 1), EXPERTS)
+    tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def prefix_kernel(counts_ptr, sizes_ptr, num_chunks, EXPERTS: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    """Turns the counts of 16 experts into those of the chunks before, and gives their sums."""
+    wait(PDL)
+    e = tl.program_id(0) * 16 + tl.arange(0, 16)
+    before = tl.zeros((16,), tl.int32)
+    for first in range(0, num_chunks, CHUNKS):
+        c = first + tl.arange(0, CHUNKS)
+        at = counts_ptr + c[:, None] * EXPERTS + e[None, :]
+        counts = tl.load(at, mask=(c < num_chunks)[:, None], other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=(c < num_chunks)[:, None])
+        before += tl.sum(counts, 0)
+    tl.store(sizes_ptr + e, before)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def place_kernel(
+    ids_ptr, weights_ptr, counts_ptr, sizes_ptr, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr,
+    num_blocks_ptr, num_pairs,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program i places PART pairs behind those of the chunks before and of its own chunk."""
+    wait(PDL)
+    p = tl.program_id(0) * PART + tl.arange(0, PART)
+    chunk = tl.program_id(0) * PART // CHUNK
+    ids = tl.load(ids_ptr + p, mask=p < num_pairs, other=-1)
+    here = ids >= 0
+    q = chunk * CHUNK + tl.arange(0, CHUNK)
+    others = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1)
+    same = (ids[:, None] == others[None, :]) & here[:, None] & (q[None, :] < p[:, None])
+    earlier = tl.load(counts_ptr + chunk * EXPERTS + ids, mask=here, other=0) + tl.sum(same.to(tl.int32), 1)
+    count = tl.load(sizes_ptr + ids, mask=here, other=0)
+    sizes = tl.load(sizes_ptr + tl.arange(0, EXPERTS))
+    _place(
+        ids_ptr, weights_ptr, block_experts_ptr, block_sizes_ptr, rows_ptr, slot_weights_ptr, num_blocks_ptr,
+        num_pairs, p, ids, count, earlier, sizes, TOP_K, ROWS, EXPERTS,
+    )  # fmt: skip
 
 
 def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constants, options) of the plan for 1 and for 64 rows."""
-    signature = {"weights_ptr": "*fp32", "slot_weights_ptr": "*fp32", "num_pairs": "i32"}
+    signature = {"weights_ptr": "*fp32", "slot_weights_ptr": "*fp32", "num_pairs": "i32", "num_chunks": "i32"}
+    place = {"TOP_K": 8, "PART": PAIRS_A_PROGRAM, "EXPERTS": 512}
+    wanted = [(f"plan {n}", plan_kernel, place | {"ROWS": 8, "PAIRS": n}) for n in (16, 512)]
+    wanted.append(("count", count_kernel, {"EXPERTS": 512, "CHUNK": CHUNK}))
+    wanted.append(("prefix", prefix_kernel, {"EXPERTS": 512, "CHUNKS": 64}))
+    wanted.append(("place", place_kernel, place | {"ROWS": 64, "CHUNK": CHUNK}))
     cases = []
-    for pairs in (16, 512):
-        constants = {"TOP_K": 8, "ROWS": 8, "PAIRS": pairs, "EXPERTS": 512, "PART": PAIRS_A_PROGRAM}
+    for name, kernel, constants in wanted:
         constants["PDL"] = capability >= (9, 0)
-        names = [name for name in plan_kernel.arg_names if name not in constants]
-        arguments = {name: signature.get(name, "*i32") for name in names}
-        cases.append((f"plan {pairs}", plan_kernel, arguments, constants, {"num_warps": 4}))
+        names = [argument for argument in kernel.arg_names if argument not in constants]
+        arguments = {argument: signature.get(argument, "*i32") for argument in names}
+        cases.append((name, kernel, arguments, constants, {"num_warps": 4}))
     return cases

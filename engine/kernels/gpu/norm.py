@@ -140,6 +140,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     return [
         ("add_norm 1", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 1}, warps),
         ("add_norm 4", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 4}, warps),
+        ("add_norm 9", add_norm_kernel, rows | {"partial_ptr": "*bf16"}, row | {"PARTS": 9}, {"num_warps": 16}),
         ("rms_norm", rms_norm_kernel, one, row, warps),
         ("silu_mul", silu_mul_kernel, gate_up, {"BLOCK": 1024} | pdl_on, {}),
     ]

@@ -118,7 +118,7 @@ def test_parts_add_up_to_the_sum(monkeypatch):
     case = Case(3)
     case.ids[1] = -1
     parts = case.run(monkeypatch, parts=True)
-    assert parts.shape == (TOP_K + 1, 3, WIDTH)
+    assert parts.shape == (TOP_K + 1, 3, WIDTH) and parts.dtype == torch.bfloat16
     total = torch.zeros(3, WIDTH)
     for part in parts:
         total += part
@@ -132,7 +132,7 @@ def test_nobody_is_here(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "block_rows"), [(2, 8), (9, 8), (33, 8), (33, 16), (70, 64)])
+@pytest.mark.parametrize(("rows", "block_rows"), [(2, 8), (9, 8), (33, 8), (33, 16), (70, 64), (100, 8)])
 def test_plan_holds_every_pair_once(rows, block_rows):
     from engine.kernels.gpu.experts_plan import plan_blocks
 
