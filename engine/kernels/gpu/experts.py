@@ -20,6 +20,7 @@ from engine.kernels.gpu.int4 import half_of_gate_up, pack_int4, unpack_tiles
 from engine.kernels.gpu.pdl import launch_options
 
 INVARIANT_ROWS = 64
+FEWEST_ROWS = 2  # up to which starting early gains more than spreading evenly
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def gate_up_product(x_TD: torch.Tensor, plan: Plan, packed: PackedExperts, confi
         plan.slot_weights, plan.num_blocks, out, out, num_slots, blocks - 1,
         TOP_K=top_k, D=packed.width, INNER=expert_width, BN=tile.rows, ROWS=config.block_rows, SPLITS=splits,
         GROUPED=config.block_rows == BLOCK_ROWS, STAGES=tile.stages, ASM=device.type == "cuda", num_warps=tile.warps,
-        **launch_options(device),
+        **launch_options(device, evenly=x_TD.shape[0] > FEWEST_ROWS),
     )  # fmt: skip
     return out
 
@@ -237,15 +238,13 @@ def down_product(
     (num_rows, top_k), blocks = ids_TK.shape, plan.block_experts.numel()
     has_shared = shared_act_TI is not None
     pointers = (shared_act_TI, shared_down_DI) if has_shared else (act, act)  # stand-ins that nothing reads
-    # Behind the light kernel that adds the parts all multiprocessors are free; behind gate and up itself they are not.
-    options = launch_options(device, after_heavy=config.splits == 1)
     down_kernel[_grid(tile, (blocks + 4 * has_shared) * (width // tile.rows), device)](
         act, packed.down_words, packed.down_scales, plan.block_experts, plan.block_sizes, plan.rows, plan.num_blocks,
         *pointers, slots_KTD, num_rows, blocks - 1,
         TOP_K=top_k, D=width, INNER=packed.expert_width, SHARED_INNER=shared_act_TI.shape[1] if has_shared else 0,
         SHARED_ROWS=max(16, triton.next_power_of_2(num_rows)) if has_shared else 16, BN=tile.rows,
         ROWS=config.block_rows, GROUPED=config.block_rows == BLOCK_ROWS, STAGES=tile.stages, ASM=device.type == "cuda",
-        num_warps=tile.warps, **options,
+        num_warps=tile.warps, **launch_options(device, evenly=num_rows > FEWEST_ROWS),
     )  # fmt: skip
 
 

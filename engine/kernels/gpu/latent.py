@@ -14,7 +14,7 @@ from engine.kernels.gpu import pdl
 from engine.kernels.gpu.dense import tile_rows
 from engine.kernels.gpu.norm import normalized
 
-LATENT_WARPS = 8
+LATENT_WARPS = 16
 
 
 @triton.jit

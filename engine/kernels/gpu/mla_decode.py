@@ -48,7 +48,7 @@ class DecodeConfig:
     min_split: int = 64
     max_splits: int = 64
     columns: int = 64
-    values: int = 32
+    values: int = 16
 
 
 GENERAL = DecodeConfig()

@@ -30,7 +30,7 @@ class PrefillConfig:
 
 
 GENERAL = PrefillConfig(queries=64, keys=32, stages=2, warps=4)
-CONFIGS = {(9, 0): PrefillConfig()}
+CONFIGS = {(9, 0): PrefillConfig(keys=64, stages=3, tma=True)}
 
 
 def config_for(capability: tuple[int, int]) -> PrefillConfig:

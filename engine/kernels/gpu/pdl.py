@@ -30,11 +30,11 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def launch_options(device: torch.device, after_heavy: bool = False) -> dict[str, bool]:
+def launch_options(device: torch.device, evenly: bool = False) -> dict[str, bool]:
     """Keyword arguments that every launch takes: the kernel's PDL and the launcher's own flag.
 
-    `after_heavy`: off for a heavy kernel that follows a heavy one. Its programs would be placed while only a few
-    multiprocessors are free, all on those.
+    evenly: for a long kernel whose programs share out its work beforehand. It starts when all processors are free:
+    placed earlier, programs crowd where there happens to be room, and the fullest processor is waited for.
     """
-    on = has_dependent_launch(device) and not after_heavy
+    on = has_dependent_launch(device) and not evenly
     return {"PDL": on, "launch_pdl": True} if on else {"PDL": False}
