@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.kernels.gpu.pdl import wait
 
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # its name before and since Triton 3.7
 TOKENS = 64
 # One binary whatever the batch: its size, its tables' width and where they lie do not make another.
 SPECIALIZATION = {
@@ -79,7 +80,7 @@ def _clear(latent, num_rows, C: gl.constexpr):
         values = panel.load(layout)
         panel.store(gl.where(gl.expand_dims(unwritten, 1), gl.zeros_like(values), values))
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
 
 
 @gluon.jit
@@ -239,14 +240,14 @@ def _attend(
             probs_tile.permute((1, 0)).store(probs.to(dtype))
             acc = acc * gl.expand_dims(gl.convert_layout(shrink, sum_row_layout), 0)
             fence_async_shared()
-            gl.thread_barrier()
+            _barrier()
             if (token + 64 >= stop) & (unit + gl.num_programs(0) < total):  # no warp needs these queries any more
                 next_n = gl.sum((ends <= unit + gl.num_programs(0)).to(gl.int32), 0)
                 next_row = gl.sum(gl.where(requests == next_n, first_rows, 0), 0)
                 _issue_q(q_latent_desc, q_rope_desc, next_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
             acc = warpgroup_mma(latent.permute((1, 0)), probs_tile.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            gl.thread_barrier()
+            _barrier()
             if ahead < total:  # the slot is free: its next tile starts at once, before a unit's end is dealt with
                 _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, used, C, STAGES)
             used += 1
