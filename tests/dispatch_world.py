@@ -38,6 +38,11 @@ class Case:
     routing: str = "any"
     dtype: torch.dtype = torch.float32
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether partials come in parts that are still to be added: in every other case."""
+        return self.num_tokens % 2 == 1
+
 
 @dataclass
 class Outcome:
@@ -82,6 +87,15 @@ def shared_down(inner: int, width: int, columns: slice, dtype: torch.dtype) -> L
     return Linear(inner, {"shared_experts.down_proj": whole(width)}, dtype, torch.device("cpu"), columns)
 
 
+class PartsKernels(ReferenceKernels):
+    """Leaves split sums in two parts, as kernels do."""
+
+    def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        half = x_TI.shape[1] // 2
+        pairs = ((x_TI[:, :half], weight_OI[:, :half]), (x_TI[:, half:], weight_OI[:, half:]))
+        return torch.stack([x.float() @ weight.float().t() for x, weight in pairs])
+
+
 def _files(layer: int) -> dict[str, torch.Tensor]:
     draw, files = _Draw(100 + layer), {}
     for name in [f"experts.{e}." for e in range(EXPERTS)] + ["shared_experts.", ""]:
@@ -93,7 +107,8 @@ def _files(layer: int) -> dict[str, torch.Tensor]:
 
 def _feed_forward(layer: int, case: Case, parallel: ParallelState, shards_tokens: bool) -> nn.Module:
     if layer < NUM_DENSE:
-        module = DenseFeedForward(WIDTH, INNER, parallel, case.dtype, ReferenceKernels())
+        kernels = PartsKernels() if case.in_parts else ReferenceKernels()
+        module = DenseFeedForward(WIDTH, INNER, parallel, case.dtype, kernels)
     else:
         columns = slice(0, INNER) if shards_tokens else parallel.split(INNER, "columns")
         kernels, shared = ReferenceKernels(), (INNER, columns)
@@ -140,6 +155,8 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
     for layer in range(NUM_LAYERS):
         attention = _Draw(layer)(HEADS, WIDTH, WIDTH).to(case.dtype)[heads]
         partial = torch.einsum("td,hde->te", x, attention)
+        if case.in_parts:
+            partial = torch.stack((0.25 * partial.float(), 0.75 * partial.float()))
         x, residual = dispatcher.reduce(partial, residual, norm)
         feed_forward = _feed_forward(layer, case, parallel, dispatcher.shards_tokens)
         x, residual = feed_forward(x, residual, batch_of(case.num_tokens, dispatcher), norm)

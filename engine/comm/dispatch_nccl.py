@@ -48,9 +48,7 @@ class AllToAllDispatcher:
     def reduce(
         self, partial_TD: torch.Tensor, residual_tD: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if partial_TD.dim() == 3:
-            partial_TD = add_parts(partial_TD).to(residual_tD.dtype)
-        summed_tD, sent = self._return_rows(self._pad(partial_TD))
+        summed_tD, sent = self._return_rows(self._pad(_whole(partial_TD, residual_tD.dtype)))
         self.parallel.meter.count(meter.ATTENTION_REDUCE, sent)
         return norm.add(summed_tD, residual_tD)
 
@@ -80,7 +78,7 @@ class AllToAllDispatcher:
         norm: Norm,
         shared_tD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        summed_tD, sent_back = self._return_rows(partial_RD.to(residual_tD.dtype))
+        summed_tD, sent_back = self._return_rows(_whole(partial_RD, residual_tD.dtype))
         if shared_tD is not None:
             summed_tD = summed_tD + shared_tD.float()
         x_tD, residual_tD = norm.add(summed_tD, residual_tD)
@@ -100,6 +98,11 @@ class AllToAllDispatcher:
         first = self.parallel.rank * self.step.share
         rows = torch.arange(first, first + self.step.share, device=x_tD.device)
         return (rows >= self.step.num_tokens).view(1, -1, 1)
+
+
+def _whole(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The partial to send, [T, D]: parts [P, T, D] are added up first."""
+    return (add_parts(partial) if partial.dim() == 3 else partial).to(dtype)
 
 
 def _exchange(parts: list[torch.Tensor], parallel: ParallelState) -> tuple[list[torch.Tensor], int]:

@@ -35,7 +35,7 @@ class ReferenceDispatcher:
     def reduce(
         self, partial_TD: torch.Tensor, residual_TD: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm.add(self._sum(partial_TD, meter.ATTENTION_REDUCE), residual_TD)
+        return norm.add(self._sum(partial_TD, meter.ATTENTION_REDUCE, residual_TD.dtype), residual_TD)
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         self.parallel.meter.count(meter.MOE_DISPATCH, 0)
@@ -56,12 +56,12 @@ class ReferenceDispatcher:
             partial_TD = _whole(partial_TD) + shared_TD
         return norm.add(self._sum(partial_TD, meter.MOE_COMBINE, residual_TD.dtype), residual_TD)
 
-    def _sum(self, partial: torch.Tensor, kind: str, sent_as: torch.dtype | None = None) -> torch.Tensor:
+    def _sum(self, partial: torch.Tensor, kind: str, sent_as: torch.dtype) -> torch.Tensor:
         """The partials of all ranks added up; those of one rank are left as they are, in parts or not."""
         if self.parallel.is_alone:
             self.parallel.meter.count(kind, 0)
             return partial
-        return self._sum_ranks(_whole(partial).to(sent_as or partial.dtype), kind)
+        return self._sum_ranks(_whole(partial).to(sent_as), kind)
 
     def _sum_ranks(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
         stack_PTD, sent = all_gather(partial_TD, self.parallel)
