@@ -17,6 +17,7 @@ from torch import nn
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.reference import add_parts
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.linear import Linear, whole
 from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
@@ -70,7 +71,8 @@ class PlainNorm:
         return (x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
     def add(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = residual + partial.to(residual.dtype)
+        whole = add_parts(partial) if partial.dim() == 3 else partial
+        total = residual + whole.to(residual.dtype)
         return self(total), total
 
 
