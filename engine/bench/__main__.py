@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "step": ("engine.bench.step", "decode steps and prefill of one rank's share, against the byte roofline"),
     "moe": ("engine.bench.moe", "the routed experts of a layer on one rank"),
     "mla": ("engine.bench.mla", "attention of a layer on one rank"),
+    "dense": ("engine.bench.dense", "the dense products of a layer on one rank"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 

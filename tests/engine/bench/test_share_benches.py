@@ -76,6 +76,17 @@ def test_moe(tmp_path, model):
         assert row["timed"] == "cpu"
 
 
+def test_dense(tmp_path, model):
+    result = measured(tmp_path, "dense", "--model", model, "--tokens", "1,3")
+    names = [row["product"] for row in result["rows"]]
+    assert names[: len(names) // 2] * 2 == names and names[-1] == "layer" and "o" in names
+    for rows in (1, 3):
+        *each, layer = [row for row in result["rows"] if row["rows"] == rows]
+        assert layer["us"] == pytest.approx(sum(row["us"] for row in each)) and layer["goal us"] is None
+        assert layer["MB"] == pytest.approx(sum(row["MB"] for row in each))
+        assert all(row["us"] > 0 and row["library us"] > 0 for row in each)
+
+
 def test_mla(tmp_path, model):
     result = measured(tmp_path, "mla", "--model", model, "--points", "1@64,3@130", "--queries", "1,2")
     assert [(r["requests"], r["context"], r["queries"]) for r in result["rows"]] == [
@@ -98,6 +109,7 @@ def test_mla(tmp_path, model):
         (["step", "--ep-share", "3"], "ep_share=3"),
         (["step", "--replays", "0"], "--replays"),
         (["moe", "--tokens", "1,x"], "--tokens"),
+        (["dense", "--tokens", "0"], "--tokens"),
         (["moe", "--layouts", "sideways"], "sideways"),
         (["mla", "--queries", "0"], "--queries"),
     ],
