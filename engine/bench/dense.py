@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> Report:
         "goals": "G3b",
         "model": model_name(args.model),
         "read_bytes_per_second": bandwidth,
-        "settings": vars(args),
+        "settings": share.settings(args),
     }
     return Report(
         f"Dense products of a layer, one rank of {args.tp_share}: {model_name(args.model)}", rows, notes, data
