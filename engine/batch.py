@@ -25,7 +25,7 @@ class ForwardBatch:
     query_lens, seq_lens: host lists of N ints, the tokens of this step and all tokens up to and including them;
     None in a captured step, whose lengths are known on the device alone.
     dispatcher: which rank holds which tokens between attention and attention, chosen for this step.
-        query_starts_N1: int32 [N + 1], where each sequence's rows begin, and their end.
+    query_starts_N1: int32 [N + 1], where each sequence's rows begin, and their end.
     seq_lens_N: int32 [N]; 0 for a padding sequence.
     num_tokens_1: int32 [1]; rows at or beyond it are padding.
     max_query_len: no sequence has more rows in this step.

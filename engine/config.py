@@ -65,6 +65,8 @@ class EngineConfig:
         self._check_counts()
         if not _is_int(self.seed):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}.")
+        if self.tp_share is not None and self.ep > 1:
+            raise ConfigError(f"ep={self.ep} places experts of real ranks; with tp_share use ep_share={self.ep}.")
         _check_division(self.tp, self.ep, "tp", "ep")
         for name, known in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in known:

@@ -9,7 +9,7 @@ from typing import Any
 
 import models
 from engine.chat_template import ChatTemplate
-from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
+from engine.config import FULL_CONFIG, TINY_CHECKPOINT, ConfigError, EngineConfig
 from engine.json_files import read_json, token_ids
 from engine.request import InvalidRequestError, SamplingParams
 from engine.tokenizer import Tokenizer
@@ -79,6 +79,8 @@ def _tokenizer(directory: Path, vocab_size: int, is_dummy: bool) -> Tokenizer:
     """The directory's own; one of made-up tokens beside made-up weights, where there is none."""
     if is_dummy and not (directory / "tiktoken.model").exists():
         return Tokenizer.synthetic(vocab_size)
+    if directory.resolve() == FULL_CONFIG:
+        raise ConfigError(f"{directory} is a configuration without weights; add --load-format dummy.")
     tokenizer = Tokenizer.from_directory(directory)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(

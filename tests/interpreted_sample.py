@@ -52,7 +52,20 @@ def check_kept_set(vocab: int) -> None:
         check(logits_SV, [SamplingParams(**changes)] * 6, random.Random(vocab))
 
 
+def check_nan_row(vocab: int) -> None:
+    """A row of NaN gets some token of the vocabulary, greedy or drawn; its neighbour gets its own."""
+    logits_SV = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1))
+    logits_SV[0] = float("nan")
+    requests = [Request("r", [1], SamplingParams(temperature=0.7), 5, 9)] * 2
+    tokens_S = torch.full((2,), -1)
+    maxima_S = sample.greedy(logits_SV, tokens_S)
+    assert 0 <= tokens_S[0] < vocab and tokens_S[1] == logits_SV[1].argmax()
+    sample.draw(logits_SV, maxima_S, sampling.SamplingRows.of(requests, CPU), tokens_S)
+    assert ((tokens_S >= 0) & (tokens_S < vocab)).all()
+
+
 def main() -> None:
+    check_nan_row(37)
     sample.PART, sample.CHUNK = 64, 256
     for case in range(9):
         rng = random.Random(case)

@@ -211,6 +211,17 @@ def check_plan_of_one_row(bench: Bench, router: Router) -> None:
     assert router.run(bench, router.logits(bench, 2, 2), router.bias(bench), 2).plan is None
 
 
+def check_route_of_low_scores(bench: Bench, experts: int, top_k: int) -> None:
+    """A bias far below any score moves all of them alike: nobody is lost."""
+    router = Router(experts, top_k, range(experts))
+    logits = router.logits(bench, 2, 1)
+    expected = router.run(bench, logits, torch.zeros(experts, device=bench.device), 2)
+    shifted = router.run(bench, logits, torch.full((experts,), -300.0, device=bench.device), 2)
+    assert (shifted.ids_TK >= 0).all() and all(len(set(row)) == top_k for row in shifted.ids_TK.tolist())
+    lowered = router.run(bench, logits, torch.full((experts,), -3.0, device=bench.device), 2)
+    assert torch.equal(lowered.ids_TK, expected.ids_TK)
+
+
 def check_route_ties(bench: Bench, experts: int, top_k: int) -> None:
     """Equal scores go to the lowest experts; a bias decides who, not how much."""
     router = Router(experts, top_k, range(experts))

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine.bench.report import publish
 from engine.config import ConfigError
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     module = importlib.import_module(SUBCOMMANDS[args.command][0])
     try:
+        if args.json and not Path(args.json).absolute().parent.is_dir():
+            raise ConfigError(f"--json {args.json}: its folder does not exist; make it first.")
         report = module.run(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,11 +15,13 @@ import torch
 from engine.bench import share
 from engine.bench.gpu_timing import read_bandwidth, time_calls
 from engine.bench.report import Report, model_name
+from engine.config import ConfigError
 from engine.model_runner import BLOCK_SIZE, ModelRunner
 
 LAYERS = 4
 ROTATED_BYTES = 256 * 10**6  # several times the last-level cache
 MAX_CALLS = 48
+MAX_QUERIES = 16
 # (batch, context, query tokens) -> microseconds, or fraction of the streaming rate; 8 heads
 G3_US = {(1, 4096, 1): 8.0}
 G3_FRACTION = {(1, 32768, 1): 0.50, (8, 32768, 1): 0.88}
@@ -98,6 +100,8 @@ def run(args: argparse.Namespace) -> Report:
     """Raises ConfigError for a setting that cannot be measured."""
     points = share.parse_points(args.points, "--points")
     queries = share.parse_counts(args.queries, "--queries")
+    if max(queries) > MAX_QUERIES:
+        raise ConfigError(f"--queries {max(queries)}: attention folds at most {MAX_QUERIES} query tokens of a request.")
     runner = _runner(args, points, max(queries))
     bandwidth = read_bandwidth(runner.parallel.device)
     rows = [measure(runner, (*point, number), args, bandwidth) for point in points for number in queries]

@@ -53,13 +53,15 @@ def build_runner(config: EngineConfig, num_blocks: int, longest: int, max_num_se
     """The share with a cache of at least `num_blocks` blocks beside block 0, filled with random numbers."""
     files = ModelFiles.read(config)
     model = files.model_config
+    if longest > model.max_position_embeddings:
+        raise ConfigError(f"{longest} tokens are more than the model's {model.max_position_embeddings} positions.")
     numbers = model.num_hidden_layers * BLOCK_SIZE * (model.kv_lora_rank + model.qk_rope_head_dim)
     block_bytes = numbers * getattr(torch, config.dtype).itemsize
     config = EngineConfig(
         **vars(config)
         | {
             "kv_cache_memory_gb": (num_blocks + 1.5) * block_bytes / 2**30,
-            "max_model_len": min(longest, model.max_position_embeddings),
+            "max_model_len": longest,
             "max_num_seqs": max(max_num_seqs, -(-num_blocks * BLOCK_SIZE // longest)),
         }
     )

@@ -13,6 +13,7 @@ class ReferenceKernels:
     name = "reference"
     is_capturable = False
     reads_packed_experts = False
+    needs_powers_of_two = False
 
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return F.linear(x_TI, weight_OI).to(dtype or weight_OI.dtype)

@@ -26,12 +26,14 @@ class Routing(NamedTuple):
 
 class Kernels(Protocol):
     """is_capturable: no operation reads anything back to the host, so a step may be captured in a CUDA graph.
-    reads_packed_experts: INT4 experts stay packed where their shape allows it.
+    reads_packed_experts: INT4 experts stay packed where their shape allows it. needs_powers_of_two: of the latent width
+    and of a head's.
     """
 
     name: str
     is_capturable: bool
     reads_packed_experts: bool
+    needs_powers_of_two: bool
 
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x times weight transposed, [T, O], in `dtype` or the weight's."""

@@ -37,6 +37,8 @@ class _VocabularyShard(nn.Module):
 class Embedding(_VocabularyShard):
     def forward(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T, D]; ranks without a token's row contribute exact zeros, so the sum has the same bits everywhere."""
+        if self.parallel.is_share:
+            token_ids_T = token_ids_T % self.num_rows  # others' rows are not here: its own stand in for them
         x_TD = self.kernels.embed(token_ids_T, self.weight, self.start)
         if self.parallel.tp == 1:
             return x_TD

@@ -47,11 +47,22 @@ def load_model(
             shards_tokens=shards_tokens,
         )
 
+    if kernels.needs_powers_of_two:
+        _check_head_widths(config)
     if dummy_seed is None:
         return _load_checkpoint(directory, config, parallel, build)
     model = build("int4" if config.is_quantized else "float")
     fill_dummy(model, dummy_seed)
     return model
+
+
+def _check_head_widths(config: KimiConfig) -> None:
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        width = getattr(config, name)
+        if width & (width - 1) or width < 16:
+            raise ValueError(
+                f"{name}={width} is no power of two from 16 on, as bfloat16 on a GPU needs; use dtype float32."
+            )
 
 
 def _held_as(stored: str, config: KimiConfig, parallel: ParallelState, kernels: Kernels) -> str:

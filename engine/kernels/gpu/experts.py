@@ -170,12 +170,16 @@ def int4_experts(
     meant for rows whose experts are all here.
     """
     num_rows, top_k = ids_TK.shape
+    if num_rows * packed.width >= 2**31:
+        raise ValueError(f"{num_rows} rows of {packed.width} pass 32-bit offsets; lower max_num_batched_tokens.")
     config = config or choose_config(num_rows, packed.width, packed.expert_width, shared_memory(x_TD.device))
     plan = plan or plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows)
     in_parts = in_parts and num_rows <= INVARIANT_ROWS
     fuse_shared = shared_act_TI is not None and num_rows <= INVARIANT_ROWS
     shape = (top_k + fuse_shared, num_rows, packed.width)
-    slots_KTD = torch.empty(shape, dtype=torch.bfloat16, device=x_TD.device)
+    # What `act_kernel` clears where it runs: the outputs of padding rows, which nobody writes.
+    new = torch.zeros if in_parts and config.splits == 1 else torch.empty
+    slots_KTD = new(shape, dtype=torch.bfloat16, device=x_TD.device)
     act = gate_up_product(x_TD, plan, packed, config, top_k)
     if config.splits > 1:
         act = silu_of_parts(act, ids_TK, plan, slots_KTD, in_parts)

@@ -16,6 +16,7 @@ class TritonKernels:
     name = "triton"
     is_capturable = True
     reads_packed_experts = True
+    needs_powers_of_two = True
 
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         if _is_small(x_TI):

@@ -14,6 +14,7 @@ from engine.kernels.gpu.experts_plan import BLOCK_ROWS, empty_plan, plan_one_row
 from engine.kernels.gpu.norm import silu
 from engine.kernels.table import Routing
 
+_LOWEST = tl.constexpr(-(1 << 63))  # below the key of any score
 WARPS = 1  # eight maxima in a row: a warp's shuffles beat a block's barriers
 
 
@@ -66,12 +67,12 @@ def route_kernel(
         for part in tl.static_range(PARTS):
             logits += tl.load(parts_ptr + part * stride + e, mask=e < E, other=0.0)
         scores = tl.sigmoid(logits)
-        keys = tl.where(e < E, sigmoid_key(scores + bias, e), -(1 << 62))
+        keys = tl.where(e < E, sigmoid_key(scores + bias, e), _LOWEST)
         ids = tl.zeros((BLOCK_K,), tl.int32)
         for choice in tl.static_range(K):
             best = tl.max(keys, 0)
             ids = tl.where(k == choice, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), ids)
-            keys = tl.where(keys == best, -(1 << 62), keys)
+            keys = tl.where(keys == best, _LOWEST, keys)
         chosen = (ids[:, None] == e[None, :]) & (k < K)[:, None]
         weights = tl.sum(tl.where(chosen, scores[None, :], 0.0), 1)
         if NORMALIZE:

@@ -29,6 +29,12 @@ def _first_best(values, indices):
 
 
 @triton.jit
+def _token(index):
+    """Token 0 for a row of NaN, which equals nothing: an id of the vocabulary, so that only its request suffers."""
+    return tl.where(index == _NOWHERE, 0, index).to(tl.int64)
+
+
+@triton.jit
 def _part_best(logits, best_values, best_ids, vocab, stride, parts, PART: tl.constexpr, PDL: tl.constexpr):
     """Program (row, part): the best of the part."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -50,7 +56,7 @@ def _row_best(best_values, best_ids, maxima, tokens, parts, PARTS: tl.constexpr,
     ids = tl.load(best_ids + row * parts + at, mask=at < parts, other=_NOWHERE)
     best, index = _first_best(values, ids)
     tl.store(maxima + row, best)
-    tl.store(tokens + row, index.to(tl.int64))
+    tl.store(tokens + row, _token(index))
 
 
 @triton.jit
@@ -250,7 +256,7 @@ def _row_draw(best_values, best_ids, temperatures, tokens, parts, PARTS: tl.cons
         values = tl.load(best_values + row * parts + at, mask=at < parts, other=float("-inf"))
         ids = tl.load(best_ids + row * parts + at, mask=at < parts, other=_NOWHERE)
         _, index = _first_best(values, ids)
-        tl.store(tokens + row, index.to(tl.int64))
+        tl.store(tokens + row, _token(index))
 
 
 @triton.jit

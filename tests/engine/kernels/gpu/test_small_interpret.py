@@ -92,6 +92,11 @@ def test_rope_of_queries():
 
 
 @interpreted
+def test_experts_of_low_scores_are_not_lost():
+    small.check_route_of_low_scores(BENCH, 24, 6)
+
+
+@interpreted
 @pytest.mark.parametrize("local", [range(24), range(6, 12)])
 @pytest.mark.parametrize("top_k", [1, 6, 8])
 def test_plan_of_one_row(top_k, local):
