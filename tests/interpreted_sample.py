@@ -65,8 +65,8 @@ def check_nan_row(vocab: int) -> None:
 
 
 def main() -> None:
-    check_nan_row(37)
     sample.PART, sample.CHUNK = 64, 256
+    check_nan_row(37)
     for case in range(9):
         rng = random.Random(case)
         vocab = rng.choice([1, 5, 50, 257, 300])

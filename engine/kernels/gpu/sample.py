@@ -22,10 +22,10 @@ _NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _first_best(values, indices):
-    """Largest value and the lowest index that holds it."""
+def _first_best(values, indices, inside):
+    """Largest value and the lowest index inside that holds it; _NOWHERE among NaN alone."""
     best = tl.max(values, axis=0)
-    return best, tl.min(tl.where(values == best, indices, _NOWHERE), axis=0)
+    return best, tl.min(tl.where((values == best) & inside, indices, _NOWHERE), axis=0)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _part_best(logits, best_values, best_ids, vocab, stride, parts, PART: tl.con
     columns = part * PART + tl.arange(0, PART)
     wait(PDL)
     values = tl.load(logits + row.to(tl.int64) * stride + columns, mask=columns < vocab, other=float("-inf"))
-    best, index = _first_best(values, columns)
+    best, index = _first_best(values, columns, columns < vocab)
     tl.store(best_values + row * parts + part, best)
     tl.store(best_ids + row * parts + part, index)
 
@@ -54,7 +54,7 @@ def _row_best(best_values, best_ids, maxima, tokens, parts, PARTS: tl.constexpr,
     wait(PDL)
     values = tl.load(best_values + row * parts + at, mask=at < parts, other=float("-inf"))
     ids = tl.load(best_ids + row * parts + at, mask=at < parts, other=_NOWHERE)
-    best, index = _first_best(values, ids)
+    best, index = _first_best(values, ids, at < parts)
     tl.store(maxima + row, best)
     tl.store(tokens + row, _token(index))
 
@@ -241,7 +241,8 @@ def _part_draw(
         key, cut = _key(scaled), tl.load(cut_keys + row)
         kept = (key < cut) | ((key == cut) & (columns <= tl.load(cut_ids + row)))
         noise = -tl.log(-tl.log(_uniform(tl.load(seeds + row), tl.load(places + row), part * PART, PART)))
-        best, index = _first_best(tl.where(kept & (columns < vocab), scaled + noise, float("-inf")), columns)
+        drawn = tl.where(kept & (columns < vocab), scaled + noise, float("-inf"))
+        best, index = _first_best(drawn, columns, columns < vocab)
         tl.store(best_values + row * parts + part, best)
         tl.store(best_ids + row * parts + part, index)
 
@@ -255,7 +256,7 @@ def _row_draw(best_values, best_ids, temperatures, tokens, parts, PARTS: tl.cons
     if tl.load(temperatures + row) > 0:
         values = tl.load(best_values + row * parts + at, mask=at < parts, other=float("-inf"))
         ids = tl.load(best_ids + row * parts + at, mask=at < parts, other=_NOWHERE)
-        _, index = _first_best(values, ids)
+        _, index = _first_best(values, ids, at < parts)
         tl.store(tokens + row, _token(index))
 
 
