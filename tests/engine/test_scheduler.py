@@ -98,6 +98,7 @@ def test_abort_while_waiting_prefilling_decoding_and_preempted(others):
         for _ in range({"waiting": 0, "prefilling": 1, "decoding": 3}[state]):
             world.step()
         world.end(state)
+        assert world.scheduler.get(state) is None
     world.drain()
 
 

@@ -7,13 +7,13 @@ row's bits do not depend on the others. Shape letters: T rows, O outputs, I inpu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.gpu import pdl
+from engine.kernels.gpu.device import architecture_memory, block_memory, num_processors
 
 MAX_ROWS = 64
 PROGRAMS_A_PROCESSOR = 1.7  # of 1, 1.7 and 2 the best at 1, 8 and 64 rows on an H200
@@ -113,14 +113,6 @@ def fitted(tile: Tile, rows: int, memory: int) -> Tile:
     return replace(tile, stages=max(1, min(tile.stages, (memory - head_bytes) // step_bytes)))
 
 
-@lru_cache
-def block_memory(device: torch.device) -> int:
-    """Bytes of shared memory a block may have; plenty where there is no GPU."""
-    if device.type != "cuda":
-        return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def tile_rows(num_rows: int) -> int:
     """Rows of one tile: padded to 16, which costs nothing while the weight is what is read."""
     return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
@@ -148,11 +140,6 @@ def choose_tile(outputs: int, inputs: int, device: torch.device) -> Tile:
     return replace(tile, parts=parts)
 
 
-@lru_cache
-def num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[T, O] for up to MAX_ROWS rows, in `dtype` or the weight's; the sum is not split, so one kernel is all."""
     return linear_parts(x_TI, weight_OI, Tile(), dtype or weight_OI.dtype)[0]
@@ -163,7 +150,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     signature = {"x_ptr": "*bf16", "w_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "OUT": "i32"}
     cases = []
     for inputs, tile, rows, out in ((1024, Tile(), 16, "*bf16"), (7168, Tile(parts=4), 64, "*fp32")):
-        tile = fitted(tile, rows, (99 if capability >= (12, 0) else 227) * 1024)
+        tile = fitted(tile, rows, architecture_memory(capability))
         part = inputs // tile.parts
         constants = {
             "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i,

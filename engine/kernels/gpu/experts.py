@@ -9,11 +9,11 @@ Shape letters: T rows, K experts a row, E experts here, D model width, I expert 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import triton
 
+from engine.kernels.gpu.device import architecture_memory, block_memory, num_processors
 from engine.kernels.gpu.experts_kernels import act_kernel, down_kernel, gate_up_kernel, sum_kernel
 from engine.kernels.gpu.experts_plan import BLOCK_ROWS, Plan, plan_blocks
 from engine.kernels.gpu.int4 import half_of_gate_up, pack_int4, unpack_tiles
@@ -74,32 +74,18 @@ SMALL_SHARED_MEMORY = Tile(128, 2, 8, 1)
 MOST_SOME_ROWS = 512  # of 384 experts and 8 a row: then blocks of 8 are about as many as experts, and half full
 
 
-def choose_config(num_rows: int, width: int, expert_width: int, block_memory: int) -> Config:
+def choose_config(num_rows: int, width: int, expert_width: int, memory: int) -> Config:
     """By the number of rows, the experts' widths and the bytes of shared memory a block may have.
 
     Up to 64 rows neither `block_rows` nor `splits` depend on the rows: a result's bits depend on those.
     """
     if num_rows > MOST_SOME_ROWS:
-        little = block_memory < 160_000
+        little = memory < 160_000
         return replace(MANY_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY) if little else MANY_ROWS
     config = FEW_ROWS if num_rows <= INVARIANT_ROWS else SOME_ROWS
     splits = next(s for s in (config.splits, 2, 1) if width // 128 % s == 0)
     is_wide = expert_width >= 1024 and num_rows > 2
     return replace(config, splits=splits, down=DOWN_OF_WIDE_EXPERTS if is_wide else config.down)
-
-
-@lru_cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes a block may have; plenty where there is no GPU."""
-    if device.type != "cuda":
-        return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-@lru_cache
-def num_multiprocessors(device: torch.device) -> int:
-    """One where there is no GPU: the interpreter runs programs one after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def empty_experts(num_experts: int, width: int, expert_width: int, device: torch.device) -> PackedExperts:
@@ -172,7 +158,7 @@ def int4_experts(
     num_rows, top_k = ids_TK.shape
     if num_rows * packed.width >= 2**31:
         raise ValueError(f"{num_rows} rows of {packed.width} pass 32-bit offsets; lower max_num_batched_tokens.")
-    config = config or choose_config(num_rows, packed.width, packed.expert_width, shared_memory(x_TD.device))
+    config = config or choose_config(num_rows, packed.width, packed.expert_width, block_memory(x_TD.device))
     plan = plan or plan_blocks(ids_TK, weights_TK, packed.num_experts, config.block_rows)
     in_parts = in_parts and num_rows <= INVARIANT_ROWS
     fuse_shared = shared_act_TI is not None and num_rows <= INVARIANT_ROWS
@@ -193,7 +179,7 @@ def int4_experts(
 
 
 def _grid(tile: Tile, items: int, device: torch.device) -> tuple[int]:
-    return (max(1, min(items, tile.programs * num_multiprocessors(device))),)
+    return (max(1, min(items, tile.programs * num_processors(device))),)
 
 
 def gate_up_product(x_TD: torch.Tensor, plan: Plan, packed: PackedExperts, config: Config, top_k: int) -> torch.Tensor:
@@ -275,11 +261,10 @@ _SIGNATURE = {
 
 def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constants, options) of the kernels for K2.5's slices and whole experts."""
-    block_memory = 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
     pdl = capability >= (9, 0)
     cases = []
     for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 256), (256, 2048)):
-        config = choose_config(rows, 7168, inner, block_memory)
+        config = choose_config(rows, 7168, inner, architecture_memory(capability))
         grouped = config.block_rows == BLOCK_ROWS
         shape = {"TOP_K": 8, "D": 7168, "INNER": inner, "PDL": pdl}
         shared = {"SHARED_INNER": 256 if rows <= INVARIANT_ROWS else 0, "SHARED_ROWS": max(16, min(rows, 64))}

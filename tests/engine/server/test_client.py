@@ -108,6 +108,7 @@ def test_a_closed_loop_frees_its_requests(client, core):
 
     asyncio.run(start())
     core.wait_for(lambda: core.aborted == ["r"])
+    assert not client._running and not client._entering
 
 
 def test_failure_reaches_everyone_once(core):

@@ -84,8 +84,9 @@ def test_bad_objects(server, fields, param):
 
 
 def test_values_that_ask_for_nothing_pass(server):
-    server.chat(tools=[], tool_choice=None, response_format={"type": "text"}, best_of=1, regex=None, functions=[])
-    server.chat(tool_choice="none")
+    nothing = {"tools": [], "tool_choice": None, "response_format": {"type": "text"}, "best_of": 1, "regex": None}
+    for fields in (nothing, {"functions": []}, {"tool_choice": "none"}):
+        assert server.chat(**fields)["choices"][0]["finish_reason"], fields
 
 
 MALFORMED = [
