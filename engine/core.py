@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.cache_plan import BLOCK_SIZE
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
-from engine.model_runner import BLOCK_SIZE, ModelRunner, ModelRunnerOutput
+from engine.model_runner import ModelRunner, ModelRunnerOutput
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput

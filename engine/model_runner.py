@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine import sampling
+from engine import cache_plan, sampling
 from engine.attention import backend as attention_backends
+from engine.cache_plan import BLOCK_SIZE
+from engine.comm import choice
 from engine.comm import dispatcher as dispatchers
 from engine.comm.collectives import agree_on_minimum
+from engine.comm.dispatcher import DispatchLimits
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
@@ -27,8 +30,6 @@ from engine.sampling import SampledLogprobs, Sampler, SamplingRows, gather_logpr
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.weights import CheckpointError
 
-BLOCK_SIZE = 64
-CPU_CACHE_BYTES = 512 * 2**20
 GPU_MEMORY_SHARE = 0.90
 LOGIT_ROWS = 256
 _SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
@@ -73,7 +74,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, files: ModelFiles, parallel: ParallelState):
         self.config, self.parallel = config, parallel
         self.model_config = files.model_config
-        self.dispatcher, self.model = _load(config, files, parallel)
+        self.model = load_share(config, files, parallel)
+        self.dispatchers = choice.DispatcherChoice(config.moe_comm, parallel, _dispatch_limits(config, files))
         self.overlaps = parallel.device.type == "cuda"
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.input_batch = InputBatch(BLOCK_SIZE, parallel.device, self.max_num_seqs)
@@ -83,15 +85,15 @@ class ModelRunner:
         self.graphs: GraphRunner | None = None
         self._reads = _ReadBuffers(self.max_num_seqs) if self.overlaps else None
         self._compile_kernels()
-        block_bytes = _block_bytes(config, files, self.model)
+        block_bytes = cache_plan.block_bytes(config, files, self.model)
         budget = self._cache_bytes()
         fitting = agree_on_minimum(budget // block_bytes, parallel)
-        self.max_model_len, self.num_blocks = _plan_cache(config, files, block_bytes, budget, fitting)
+        self.max_model_len, self.num_blocks = cache_plan.plan(config, files, block_bytes, budget, fitting)
         self.caches = self._allocate(self.num_blocks)
         logger.info(
             "%s experts over %s, attention %s, %d KV blocks of %d tokens, longest request %d tokens",
             f"ep={parallel.ep}",
-            self.dispatcher.name,
+            self.dispatchers.name,
             self.model.backend.name,
             self.num_blocks - 1,
             BLOCK_SIZE,
@@ -142,7 +144,7 @@ class ModelRunner:
             logger.info("no CUDA graphs: the %s in use reads numbers on the host", obstacle)
 
     def capture_obstacle(self) -> str | None:
-        return capture_obstacle({"dispatcher": self.dispatcher} | self.model.step_parts)
+        return capture_obstacle({"dispatcher": self.dispatchers} | self.model.step_parts)
 
     @torch.inference_mode()
     def capture(self, recorder: Recorder, sizes: list[int] | None = None) -> None:
@@ -159,7 +161,9 @@ class ModelRunner:
     def _decode(self, inputs: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """One token of every row. Returns logits [N, V] and their maxima [N]; leaves the greedy tokens."""
         token_ids_N = self._ops.take_tokens(inputs.token_ids_N, inputs.sources_N, self.sampled.tokens_S)
-        hidden_ND = self.model(inputs.forward_batch(token_ids_N, self.dispatcher), self.caches)
+        hidden_ND = self.model(
+            inputs.forward_batch(token_ids_N, self.dispatchers.for_rows(inputs.num_rows)), self.caches
+        )
         logits_NV = self.model.logits(hidden_ND)
         return logits_NV, self._ops.greedy(logits_NV, self.sampled.tokens_S)
 
@@ -174,7 +178,7 @@ class ModelRunner:
         if graph is not None:
             self._replay(graph, output.scheduled, result)
             return result
-        batch = self.input_batch.build(output, self.dispatcher)
+        batch = self.input_batch.build(output, self.dispatchers.for_rows(output.num_tokens))
         hidden_TD = self.model(batch, self.caches)
         ends = np.cumsum(batch.query_lens).tolist()
         self._prompt_logprobs(hidden_TD, output.scheduled, ends, result)
@@ -257,7 +261,7 @@ class ModelRunner:
         )
 
     def _cache_bytes(self) -> int:
-        known = _known_cache_bytes(self.config)
+        known = cache_plan.known_bytes(self.config)
         return self._free_gpu_bytes() - self._graph_bytes() if known is None else known
 
     def _graph_bytes(self) -> int:
@@ -324,21 +328,20 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
     Raises ConfigError with the sum, CheckpointError naming file and tensor.
     """
     parallel = ParallelState(device=torch.device("meta"), **config.placement())
-    _, model = _load(config, files, parallel)
-    budget = _known_cache_bytes(config)
-    block_bytes = _block_bytes(config, files, model)
+    model = load_share(config, files, parallel)
+    budget = cache_plan.known_bytes(config)
+    block_bytes = cache_plan.block_bytes(config, files, model)
     if budget is not None:
-        _plan_cache(config, files, block_bytes, budget, budget // block_bytes)
+        cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
 
 
-def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> tuple[dispatchers.TokenDispatcher, Any]:
-    """The dispatcher and this rank's share of the model."""
-    dispatcher_name = dispatchers.choose(config.moe_comm, parallel)
+def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
+    """This rank's share of the model."""
+    name = choice.candidates(config.moe_comm, parallel)[0]
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
     try:
         backend_name = attention_backends.choose(config.attention_backend, device, dtype)
-        dispatcher = dispatchers.DISPATCHERS[dispatcher_name](parallel, files.model_config.n_routed_experts)
         model = files.entry.load_model(
             str(files.directory),
             files.model_config,
@@ -346,49 +349,22 @@ def _load(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> t
             dtype,
             backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
             kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
-            shards_tokens=dispatcher.shards_tokens,
+            shards_tokens=dispatchers.dispatcher_class(name).shards_tokens,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
     except CheckpointError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return dispatcher, model
+    return model
 
 
-def _known_cache_bytes(config: EngineConfig) -> int | None:
-    """The memory for the KV cache where it is known without loading; None on a GPU, where it is measured."""
-    if config.kv_cache_memory_gb is not None:
-        return int(config.kv_cache_memory_gb * 2**30)
-    return CPU_CACHE_BYTES if config.device == "cpu" else None
-
-
-def _block_bytes(config: EngineConfig, files: ModelFiles, model: Any) -> int:
-    numbers = files.model_config.num_hidden_layers * BLOCK_SIZE * model.cache_width
-    return numbers * getattr(torch, config.dtype).itemsize
-
-
-def _plan_cache(
-    config: EngineConfig, files: ModelFiles, block_bytes: int, budget: int, fitting: int
-) -> tuple[int, int]:
-    """(longest request in tokens, number of blocks) where `fitting` blocks fit the budget of every rank."""
-    wanted = config.max_model_len or files.model_config.max_position_embeddings
-    if wanted > files.model_config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={wanted} is more than the {files.model_config.max_position_embeddings} positions of "
-            "the model; lower it."
-        )
-    most_useful = config.max_num_seqs * -(-wanted // BLOCK_SIZE) + 1
-    num_blocks = min(fitting, most_useful)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache may use {budget} bytes, but one block of {BLOCK_SIZE} tokens takes {block_bytes} "
-            "and 2 are needed; raise kv_cache_memory_gb."
-        )
-    longest = min(wanted, (num_blocks - 1) * BLOCK_SIZE)
-    if longest < wanted and config.max_model_len is not None:
-        raise ConfigError(
-            f"max_model_len={wanted} needs {-(-wanted // BLOCK_SIZE)} KV blocks, but only {num_blocks - 1} of "
-            f"{block_bytes} bytes fit; lower max_model_len to {longest} or raise kv_cache_memory_gb."
-        )
-    return longest, num_blocks
+def _dispatch_limits(config: EngineConfig, files: ModelFiles) -> DispatchLimits:
+    model = files.model_config
+    return DispatchLimits(
+        num_experts=model.n_routed_experts,
+        width=model.hidden_size,
+        top_k=model.num_experts_per_tok,
+        max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        dtype=getattr(torch, config.dtype),
+    )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.batch import ForwardBatch
-from engine.comm.dispatcher import DISPATCHERS
+from engine.comm.dispatcher import DispatchLimits, build
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference import add_parts
 from engine.kernels.reference_kernels import ReferenceKernels
@@ -150,7 +150,8 @@ class _Counting:
 
 def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
     parallel = ParallelState(rank, tp, case.ep)
-    dispatcher = _Counting(DISPATCHERS[case.dispatcher](parallel, EXPERTS))
+    limits = DispatchLimits(EXPERTS, WIDTH, TOP, case.num_tokens, case.dtype)
+    dispatcher = _Counting(build(case.dispatcher, parallel, limits))
     draw = _Draw(case.num_tokens)
     x, residual = dispatcher.enter(draw(case.num_tokens, WIDTH).to(case.dtype) * 5, norm)
     heads = parallel.split(HEADS, "heads")

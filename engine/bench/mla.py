@@ -15,8 +15,9 @@ import torch
 from engine.bench import share
 from engine.bench.gpu_timing import read_bandwidth, time_calls
 from engine.bench.report import Report, model_name
+from engine.cache_plan import BLOCK_SIZE
 from engine.config import ConfigError
-from engine.model_runner import BLOCK_SIZE, ModelRunner
+from engine.model_runner import ModelRunner
 
 LAYERS = 4
 ROTATED_BYTES = 256 * 10**6  # several times the last-level cache
@@ -41,7 +42,7 @@ def attention_call(
     batch, context, queries = point
     attention, device = runner.model.layers[layer].self_attn, runner.parallel.device
     step = share.contexts_step(runner.model_config.vocab_size, batch, context, queries, blocks)
-    inputs = runner.input_batch.build(step, runner.dispatcher)
+    inputs = runner.input_batch.build(step, runner.dispatchers.for_rows(step.num_tokens))
     shape = (batch * queries, attention.num_heads, runner.model.cache_width)
     q_THX = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
     q_THX, cache, backend = q_THX.to(runner.model.dtype), runner.caches[layer], runner.model.backend

@@ -38,8 +38,9 @@ def experts_call(runner: ModelRunner, index: int, ids_TK: torch.Tensor, seed: in
     generator = torch.Generator(device).manual_seed(seed + index)
     x_TD = torch.randn(ids_TK.shape[0], config.hidden_size, generator=generator, device=device)
     weights_TK = mixing_weights(*ids_TK.shape, config.routed_scaling_factor, seed + index).to(device)
-    ids_TK = local_ids(ids_TK, runner.dispatcher.local_experts, torch.tensor(ids_TK.shape[0])).int()
-    sent = runner.dispatcher.dispatch(x_TD.to(runner.model.dtype), ids_TK.to(device), weights_TK)
+    dispatcher = runner.dispatchers.for_rows(ids_TK.shape[0])
+    ids_TK = local_ids(ids_TK, dispatcher.local_experts, torch.tensor(ids_TK.shape[0])).int()
+    sent = dispatcher.dispatch(x_TD.to(runner.model.dtype), ids_TK.to(device), weights_TK)
     return lambda: experts(sent.x_RD, sent.expert_ids_RK, sent.weights_RK)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from engine.bench.roofline import ShareSizes
+from engine.cache_plan import BLOCK_SIZE
 from engine.comm.parallel_state import ParallelState
 from engine.config import DEVICES, DTYPES, FULL_CONFIG, ConfigError, EngineConfig
 from engine.model_files import ModelFiles
-from engine.model_runner import BLOCK_SIZE, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 

@@ -154,7 +154,8 @@ def measure_prefill(runner: ModelRunner, num_tokens: int, args: argparse.Namespa
 @torch.inference_mode()
 def check_finite(runner: ModelRunner, batch: int, context: int) -> None:
     """Runs the step's layers eagerly; raises RuntimeError where their output is not finite."""
-    inputs = runner.input_batch.build(decode_step(runner, batch, context), runner.dispatcher)
+    step = decode_step(runner, batch, context)
+    inputs = runner.input_batch.build(step, runner.dispatchers.for_rows(step.num_tokens))
     hidden_TD = runner.model(inputs, runner.caches)
     if not hidden_TD.isfinite().all():
         raise RuntimeError(f"the step of {batch} @ {context} gave values that are not finite.")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from engine.comm import meter
 from engine.comm.collectives import all_gather, all_to_all
-from engine.comm.dispatcher import DispatchOutput, Norm
+from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState, even_slice
 from engine.kernels.reference import add_parts
 
@@ -31,17 +31,32 @@ class AllToAllDispatcher:
     """Rows travel to the ranks that hold their experts and back by `all_to_all_single`."""
 
     name = "nccl_a2a"
+    family = "sharded"
     shards_tokens = True
     is_capturable = False
 
-    def __init__(self, parallel: ParallelState, num_experts: int):
+    def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         self.parallel = parallel
-        self.local_experts = range(num_experts)
-        self.experts_per_group = len(parallel.expert_range(num_experts))
+        self.local_experts = range(limits.num_experts)
+        self.experts_per_group = len(parallel.expert_range(limits.num_experts))
         self.step = _Step(0, 0)
+        self._num_held_1: torch.Tensor | None = None
+
+    @classmethod
+    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
+        """The same tensor all through a step, made where it is first asked for."""
+        if self._num_held_1 is None:
+            self._num_held_1 = (num_tokens_1 - self.parallel.rank * self.step.share).clamp(0, self.step.share)
+        return self._num_held_1
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        self.step = _Step(x_TD.shape[0], -(-x_TD.shape[0] // self.parallel.tp))
+        self.step, self._num_held_1 = _Step(x_TD.shape[0], -(-x_TD.shape[0] // self.parallel.tp)), None
         own = even_slice(self.step.share * self.parallel.tp, self.parallel.tp, self.parallel.rank, "rows")
         return norm(x_TD), self._pad(x_TD)[own]
 

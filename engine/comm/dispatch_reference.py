@@ -12,7 +12,7 @@ import torch
 
 from engine.comm import meter
 from engine.comm.collectives import all_gather, all_reduce
-from engine.comm.dispatcher import DispatchOutput, Norm
+from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference import add_parts
 
@@ -21,13 +21,23 @@ class ReferenceDispatcher:
     """All-gather of partials, summed in rank order 0..P-1 in float32 on every rank."""
 
     name = "reference"
+    family = "rank order"
     shards_tokens = False
-    is_capturable = True
 
-    def __init__(self, parallel: ParallelState, num_experts: int):
+    def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         self.parallel = parallel
-        self.local_experts = parallel.expert_range(num_experts)
+        self.local_experts = parallel.expert_range(limits.num_experts)
         self.is_capturable = parallel.is_alone
+
+    @classmethod
+    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
+        return num_tokens_1
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return norm(x_TD), x_TD
@@ -73,6 +83,7 @@ class AllReduceDispatcher(ReferenceDispatcher):
     """The baseline: local experts, then the library's all-reduce."""
 
     name = "allreduce"
+    family = "all-reduce"
 
     def _sum_ranks(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
         summed_TD, sent = all_reduce(partial_TD.contiguous(), self.parallel)

@@ -9,7 +9,7 @@ experts for, D model width, K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,17 +37,42 @@ class DispatchOutput:
     handle: Any
 
 
+@dataclass(frozen=True)
+class DispatchLimits:
+    """What a dispatcher is built for: E routed experts, rows of `width` numbers of `dtype`, K experts a row, and at
+    most max_tokens rows of all ranks together in a step."""
+
+    num_experts: int
+    width: int
+    top_k: int
+    max_tokens: int
+    dtype: torch.dtype
+
+
 class TokenDispatcher(Protocol):
-    """Built once, collectively, by the model runner.
+    """Built once, collectively, as `cls(parallel, limits)`.
 
     shards_tokens tells how the shared expert holds its weights. local_experts: the experts whose ids the router hands
     over, counted from its start; all others are -1. is_capturable: the verbs may be captured in a CUDA graph.
+    family: dispatchers of one family give the same bits.
     """
 
     name: str
+    family: str
     shards_tokens: bool
     local_experts: range
     is_capturable: bool
+
+    @classmethod
+    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
+        """Why it cannot run here, a clause that follows its name, or None; asked before it is built."""
+
+    def close(self) -> None:
+        """Gives back what it holds; every rank calls it, after the last verb."""
+
+    def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
+        """int32 [1]: how many of the rows this rank holds between the verbs are no padding, where the first
+        num_tokens_1 of all rows are none."""
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of all T tokens -> (attention's input [T, D], residual [t, D])."""
@@ -80,33 +105,22 @@ class TokenDispatcher(Protocol):
         """
 
 
-def _reference(parallel: ParallelState, num_experts: int) -> TokenDispatcher:
-    from engine.comm.dispatch_reference import ReferenceDispatcher
-
-    return ReferenceDispatcher(parallel, num_experts)
-
-
-def _allreduce(parallel: ParallelState, num_experts: int) -> TokenDispatcher:
-    from engine.comm.dispatch_reference import AllReduceDispatcher
-
-    return AllReduceDispatcher(parallel, num_experts)
-
-
-def _nccl_a2a(parallel: ParallelState, num_experts: int) -> TokenDispatcher:
-    from engine.comm.dispatch_nccl import AllToAllDispatcher
-
-    return AllToAllDispatcher(parallel, num_experts)
-
-
-DISPATCHERS: dict[str, Callable[[ParallelState, int], TokenDispatcher]] = {
-    "reference": _reference,
-    "allreduce": _allreduce,
-    "nccl_a2a": _nccl_a2a,
+DISPATCHERS: dict[str, tuple[str, str]] = {
+    "reference": ("engine.comm.dispatch_reference", "ReferenceDispatcher"),
+    "allreduce": ("engine.comm.dispatch_reference", "AllReduceDispatcher"),
+    "nccl_a2a": ("engine.comm.dispatch_nccl", "AllToAllDispatcher"),
 }
+"""Name -> (module, class), imported where it is asked for."""
 
 
-def choose(name: str, parallel: ParallelState) -> str:
-    """The dispatcher that `auto` stands for: a rank that is alone needs no exchange, several share by all-reduce."""
-    if name != "auto":
-        return name
-    return "reference" if parallel.is_alone else "allreduce"
+def dispatcher_class(name: str) -> type[TokenDispatcher]:
+    module, attribute = DISPATCHERS[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def build(name: str, parallel: ParallelState, limits: DispatchLimits) -> TokenDispatcher:
+    """Collective. Raises ValueError with the reason where the dispatcher cannot run."""
+    reason = dispatcher_class(name).obstacle(parallel, limits)
+    if reason is not None:
+        raise ValueError(f"moe_comm={name!r} {reason}; use one of the others or leave it out.")
+    return dispatcher_class(name)(parallel, limits)

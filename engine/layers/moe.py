@@ -108,7 +108,9 @@ class MoEFeedForward(nn.Module):
         self, x_tD: torch.Tensor, residual_tD: torch.Tensor, batch: ForwardBatch, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dispatcher: TokenDispatcher = batch.dispatcher
-        ids_tK, weights_tK, shared_tS, plan = self.router(x_tD, batch.num_tokens_1, dispatcher.local_experts)
+        ids_tK, weights_tK, shared_tS, plan = self.router(
+            x_tD, dispatcher.num_held(batch.num_tokens_1), dispatcher.local_experts
+        )
         sent = dispatcher.dispatch(x_tD, ids_tK, weights_tK)
         routed = (sent.x_RD, sent.expert_ids_RK, sent.weights_RK)
         if self.sums_shared:

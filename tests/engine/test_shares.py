@@ -11,7 +11,7 @@ from engine.comm.parallel_state import ParallelState
 from engine.config import FULL_CONFIG, EngineConfig
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
-from engine.model_runner import _load, check_model
+from engine.model_runner import check_model, load_share
 from tests.checkpoints import TRUE_HEADS, build_checkpoint
 from tests.engine.server.harness import serving
 from tests.shares import config_directory
@@ -20,7 +20,7 @@ from tests.shares import config_directory
 def model_of(directory, dtype="float32", device="meta", **settings):
     config = EngineConfig(str(directory), device="cpu", dtype=dtype, load_format="dummy", **settings)
     parallel = ParallelState(device=torch.device(device), **config.placement())
-    return _load(config, ModelFiles.read(config), parallel)[1]
+    return load_share(config, ModelFiles.read(config), parallel)
 
 
 def shapes(model) -> dict[str, tuple[int, ...]]:
@@ -46,7 +46,7 @@ def test_a_share_has_the_shapes_of_rank_0(tmp_path):
     for tp, ep in ((2, 1), (4, 4), (8, 2)):
         config = EngineConfig(str(directory), device="cpu", dtype="float32", tp=tp, ep=ep)
         parallel = ParallelState(device=torch.device("meta"), **config.placement())
-        rank_0 = _load(config, ModelFiles.read(config), parallel)[1]
+        rank_0 = load_share(config, ModelFiles.read(config), parallel)
         assert shapes(rank_0) == shapes(model_of(directory, tp_share=tp, ep_share=ep)), (tp, ep)
 
 

@@ -137,7 +137,7 @@ def test_a_decode_step_reads_its_whole_context(runner):
         assert len(set(used)) == 6 and 0 not in used and max(used) < runner.num_blocks
 
         def hidden():
-            return runner.model(runner.input_batch.build(step, runner.dispatcher), runner.caches)
+            return runner.model(runner.input_batch.build(step, runner.dispatchers.for_rows(1)), runner.caches)
 
         before = hidden().clone()
         assert before.isfinite().all() and torch.equal(before, hidden())

@@ -46,7 +46,7 @@ def test_activations_keep_their_size_and_routing_is_diverse(tmp_path):
     runner = runner_of(directory, hf_overrides={"num_hidden_layers": 61, "n_routed_experts": 64})
     output = step.prefill_step(runner, 100)
     with counted_experts(runner.model) as experts:
-        hidden_TD = runner.model(runner.input_batch.build(output, runner.dispatcher), runner.caches)
+        hidden_TD = runner.model(runner.input_batch.build(output, runner.dispatchers.for_rows(1)), runner.caches)
     assert hidden_TD.isfinite().all() and 0.5 < hidden_TD.std() < 2
     logits_TV = runner.model.logits(hidden_TD)
     assert logits_TV.isfinite().all() and 0.2 < logits_TV.std() < 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.comm.dispatcher import DISPATCHERS
+from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, build
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
@@ -17,6 +17,7 @@ WIDTH, INNER, EXPERTS, TOP = 16, 24, 6, 2
 CPU = torch.device("cpu")
 KERNELS = ReferenceKernels()
 COLUMNS = slice(0, INNER)
+LIMITS = DispatchLimits(EXPERTS, WIDTH, TOP, 64, torch.float32)
 
 
 def fill(module: torch.nn.Module) -> torch.nn.Module:
@@ -48,7 +49,7 @@ def test_experts_and_shared_expert_and_residual(name, shared, sums_shared):
     router = make_router(shared=shared)
     experts = fill(FloatExperts(EXPERTS, WIDTH, INNER, parallel, torch.float32))
     down = fill(shared_down(INNER, WIDTH, COLUMNS, torch.float32)) if shared else None
-    dispatcher = DISPATCHERS[name](parallel, EXPERTS)
+    dispatcher = build(name, parallel, LIMITS)
     x, residual = rows()
     _, residual = dispatcher.enter(residual, norm)
     block = MoEFeedForward(router, experts, down, sums_shared, KERNELS)
@@ -69,7 +70,7 @@ def test_experts_and_shared_expert_and_residual(name, shared, sums_shared):
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_a_dense_layer_takes_the_same_way(name):
     mlp = fill(DenseFeedForward(WIDTH, INNER, ParallelState(), torch.float32, KERNELS))
-    dispatcher = DISPATCHERS[name](ParallelState(), EXPERTS)
+    dispatcher = build(name, ParallelState(), LIMITS)
     x, residual = rows()
     _, residual = dispatcher.enter(residual, norm)
     got, after = mlp(x, residual, batch_of(len(x), dispatcher), norm)
@@ -112,6 +113,6 @@ def test_sliced_columns_sum_to_the_whole(tp):
             assert tuple(files[name].shape) == spec.shape
             spec.store(files[name][spec.part])
         total += swiglu(x, *part.gate_up.weight.split(part.gate_up.sizes), part.down.weight)
-    dispatcher = DISPATCHERS["reference"](ParallelState(), EXPERTS)
+    dispatcher = build("reference", ParallelState(), LIMITS)
     _, expected = whole(x, residual, batch_of(len(x), dispatcher), norm)
     assert torch.allclose(total, expected, atol=1e-5)
