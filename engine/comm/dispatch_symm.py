@@ -1,0 +1,126 @@
+"""Replicated tokens over symmetric memory: rows are pushed to the peers by the kernel that also sums and norms them.
+
+On CPUs the same sums go over gloo, so that a world of CPU ranks shows what a world of GPUs computes. Both dispatchers
+add the ranks' rounded partials in rank order in float32: they give the same bits. Shape letters as in dispatcher.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.comm import exchange, meter, symmetric
+from engine.comm.collectives import all_gather, all_to_all
+from engine.comm.dispatch_reference import ReferenceDispatcher
+from engine.comm.dispatcher import DispatchLimits, Norm
+from engine.comm.parallel_state import ParallelState
+from engine.comm.parts import whole
+from engine.kernels.reference import add_parts
+
+
+class SymmReplicatedDispatcher(ReferenceDispatcher):
+    """One shot: every rank pushes its partial rows to all ranks, and each adds them all up."""
+
+    name = "symm_replicated"
+
+    def __init__(self, parallel: ParallelState, limits: DispatchLimits):
+        super().__init__(parallel, limits)
+        self._exchange = None
+        if parallel.device.type == "cuda" and not parallel.is_alone:
+            self._exchange = exchange.Exchange(parallel, limits)
+            self._channel = self._exchange.one_shot_channel()
+            self._exchange.ready()
+            self.is_capturable = True
+
+    @classmethod
+    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
+        return symmetric.obstacle(parallel, limits)
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def failure(self) -> str | None:
+        return self._exchange and self._exchange.failure()
+
+    def _add(
+        self, partial: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._exchange is None:
+            return super()._add(partial, residual_TD, norm, kind)
+        self.parallel.meter.count(kind, (self.parallel.tp - 1) * residual_TD.nbytes)
+        return exchange.one_shot(self._channel, partial, residual_TD, norm)
+
+
+class SymmScatterDispatcher(SymmReplicatedDispatcher):
+    """Two shots: each row's partials go to its owner, who adds, norms and pushes the result to all ranks.
+
+    Every rank has every row between the verbs, but residuals only of the rows it owns.
+    """
+
+    name = "symm_scatter"
+
+    def __init__(self, parallel: ParallelState, limits: DispatchLimits):
+        ReferenceDispatcher.__init__(self, parallel, limits)
+        self._exchange = None
+        self._capacity = max(limits.max_tokens, 1)
+        if parallel.device.type == "cuda" and not parallel.is_alone:
+            self._exchange = exchange.Exchange(parallel, limits)
+            self._channel = self._exchange.two_shot_channel()
+            self._capacity = self._channel.shape.capacity
+            self._exchange.ready()
+            self.is_capturable = True
+
+    def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.parallel.is_alone:
+            return super().enter(x_TD, norm)
+        return norm(x_TD), self._own(x_TD)
+
+    def _own(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """This rank's rows [t, D]; zeros where the last rank has fewer."""
+        rounds = self._rounds(x_TD.shape[0])
+        own_tD = x_TD.new_zeros(rounds.num_own, x_TD.shape[1])
+        for rows, place in rounds.rows_of(self.parallel.rank):
+            own_tD[place] = x_TD[rows]
+        return own_tD
+
+    def _rounds(self, num_rows: int) -> exchange.Rounds:
+        return exchange.Rounds(num_rows, self._capacity, self.parallel.tp)
+
+    def _add(
+        self, partial: torch.Tensor, residual_tD: torch.Tensor, norm: Norm, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.parallel.is_alone:
+            return super()._add(partial, residual_tD, norm, kind)
+        num_rows = partial.shape[-2]
+        if self._exchange is None:
+            return self._add_over_gloo(whole(partial, residual_tD.dtype), residual_tD, norm, kind)
+        row_bytes = residual_tD.shape[1] * residual_tD.dtype.itemsize
+        share = residual_tD.shape[0]
+        self.parallel.meter.count(kind, (num_rows - share) * row_bytes + (self.parallel.tp - 1) * share * row_bytes)
+        return exchange.two_shot(self._channel, partial, residual_tD, norm, num_rows)
+
+    def _add_over_gloo(
+        self, partial_TD: torch.Tensor, residual_tD: torch.Tensor, norm: Norm, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows, share = partial_TD.shape[0], residual_tD.shape[0]
+        padded = F.pad(partial_TD, (0, 0, 0, share * self.parallel.tp - num_rows))
+        parts_PtD, there = all_to_all(padded.unflatten(0, (self.parallel.tp, share)), self.parallel)
+        x_tD, residual_tD = norm.add(add_parts(parts_PtD), residual_tD)
+        x_PtD, back = all_gather(x_tD, self.parallel)
+        self.parallel.meter.count(kind, there + back)
+        return x_PtD.flatten(0, 1)[:num_rows], residual_tD
+
+    def combine(
+        self,
+        partial_TD: torch.Tensor,
+        handle: Any,
+        residual_tD: torch.Tensor,
+        norm: Norm,
+        shared_TD: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if shared_TD is not None:
+            partial_TD = whole(partial_TD) + shared_TD
+        return self._add(partial_TD, residual_tD, norm, meter.MOE_COMBINE)

@@ -1,0 +1,246 @@
+"""What kernels need to exchange rows with other ranks through memory that all of them can write.
+
+A row that is sent carries its own arrival: its place holds a mark, the bits of minus zero, until the row is there, and
+a row never holds that value. No barrier, no flag, no order between stores is needed (the idea of NCCL's low-latency
+protocol and of TensorRT-LLM's one-shot all-reduce). Places are used in turn, three sets of them: a call writes one set
+and puts the marks back into the set of the call before, which its reader has finished with and which nobody writes
+before the call after the next.
+
+Counts of calls live on the device, so that a captured graph finds the right set in every replay. Each program has its
+own copy of them and brings those of programs that do not run this time up to date too.
+
+Shape letters: V ranks of this launch (1, or all of a world on one device for tests), P ranks, D row width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PUSH, SUM, NORM, GATHER = (tl.constexpr(1 << i) for i in range(4))
+ALL_PHASES = 15
+SETS = tl.constexpr(3)
+
+
+@triton.jit
+def nanoseconds(ASM: tl.constexpr):
+    """The GPU's clock; 0 where there is none, under the interpreter."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1)
+    else:
+        return tl.full((), 0, tl.int64)
+
+
+@triton.jit
+def patience(failed_ptr, limit_ns, ASM: tl.constexpr):
+    """How long to wait: not at all once this rank has given up before, nor under the interpreter, whose programs run
+    one after another."""
+    if ASM:
+        return tl.where(tl.load(failed_ptr) != 0, 0, limit_ns)
+    else:
+        return tl.full((), -1, tl.int64)
+
+
+@triton.jit
+def wide(number):
+    """As a 64-bit integer, so that what it is multiplied by does not overflow."""
+    return tl.full((), 0, tl.int64) + number
+
+
+@triton.jit
+def mark_of(dtype: tl.constexpr):
+    """The bits of minus zero."""
+    if dtype.primitive_bitwidth == 32:
+        return tl.full((), -(2**31), tl.int32)
+    else:
+        return tl.full((), -(2**15), tl.int16)
+
+
+@triton.jit
+def to_bits(values, dtype: tl.constexpr):
+    """Float32 values rounded to dtype, as integers; minus zero, which is the mark, becomes zero."""
+    mark = mark_of(dtype)
+    bits = values.to(dtype).to(mark.dtype, bitcast=True)
+    return tl.where(bits == mark, tl.zeros_like(bits), bits)
+
+
+@triton.jit
+def from_bits(bits, dtype: tl.constexpr):
+    return bits.to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def address(peers_ptr, peer, dtype: tl.constexpr):
+    """Where the memory of a rank begins, for elements of the dtype's size."""
+    pointer = tl.load(peers_ptr + peer).to(tl.pointer_type(mark_of(dtype).dtype))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit
+def of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P: tl.constexpr, MOST: tl.constexpr):
+    """The same arrays from where those of rank v of the launch begin."""
+    return peers_ptr + v * P, state_ptr + v * 2 * MOST, failed_ptr + v, alarm_ptr + v * P
+
+
+@triton.jit
+def calls_so_far(state_ptr, MOST: tl.constexpr):
+    """(number of calls before this one, rows of the last)."""
+    program = tl.program_id(0)
+    return tl.load(state_ptr + program), tl.load(state_ptr + MOST + program)
+
+
+@triton.jit
+def count_call(state_ptr, calls, num_rows, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """For this program and for every later one whose number differs by a multiple of the programs that run."""
+    grid = tl.num_programs(0)
+    tl.debug_barrier()  # all of this program has read the count
+    for first in range(0, MOST, BLOCK * grid):
+        slots = first + tl.program_id(0) + tl.arange(0, BLOCK) * grid
+        tl.store(state_ptr + slots, tl.zeros((BLOCK,), tl.int32) + (calls + 1), mask=slots < MOST)
+        tl.store(state_ptr + MOST + slots, tl.zeros((BLOCK,), tl.int32) + num_rows, mask=slots < MOST)
+
+
+@triton.jit
+def set_of(calls):
+    """The set of places this call uses; the one after the next is that of the call before."""
+    return ((calls % SETS + SETS) % SETS).to(tl.int64)  # calls wrap around to negative numbers
+
+
+@triton.jit
+def load_rows(pointer, stride, d, inside, sources, P: tl.constexpr, dtype: tl.constexpr):
+    """What the P places hold, as a tuple, and whether a mark is among them. Of ranks that are not in the bit set
+    `sources` nothing is expected: zeros."""
+    mark = mark_of(dtype)
+    rows = ()
+    for r in tl.static_range(P):
+        expected = inside & (((sources >> r) & 1) != 0)
+        row = tl.load(pointer + r * stride + d, mask=expected, other=0, volatile=True)
+        rows = (*rows, row)
+    seen = rows[0] == mark
+    for r in tl.static_range(1, P):
+        seen = seen | (rows[r] == mark)
+    return rows, tl.max(seen.to(tl.int32), 0)
+
+
+@triton.jit
+def wait_rows(
+    pointer, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns,
+    P: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` once all marks are gone. After limit_ns it gives up: it notes which ranks sent nothing, and every
+    later wait of this rank ends at once, so that the step ends and its host can say so."""
+    rows, missing = load_rows(pointer, stride, d, inside, sources, P, dtype)
+    if missing > 0:
+        start = nanoseconds(ASM)
+        limit = patience(failed_ptr, limit_ns, ASM)
+        while missing > 0:
+            rows, missing = load_rows(pointer, stride, d, inside, sources, P, dtype)
+            if (missing > 0) & (nanoseconds(ASM) - start > limit):
+                missing = tl.full((), -1, tl.int32)
+        if missing < 0:
+            tl.store(failed_ptr, 1)
+            for r in tl.static_range(P):
+                late = tl.max((rows[r] == mark_of(dtype)).to(tl.int32), 0)
+                tl.store(alarm_ptr + r, 1, mask=late > 0)
+    return rows
+
+
+@triton.jit
+def add_in_order(rows, P: tl.constexpr, dtype: tl.constexpr):
+    """Float32 sum in the order of ranks."""
+    total = from_bits(rows[0], dtype)
+    for r in tl.static_range(1, P):
+        total += from_bits(rows[r], dtype)
+    return total
+
+
+@triton.jit
+def own_sum(partial_ptr, row, num_rows, d, inside, D: tl.constexpr, PARTS: tl.constexpr):
+    """Float32 sum of this rank's parts [PARTS, num_rows, D] of a row, in order."""
+    total = tl.load(partial_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(partial_ptr + (part * num_rows + row) * D + d, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def send_to_all(peers_ptr, place, values, inside, P: tl.constexpr, dtype: tl.constexpr):
+    """Float or rounded values to the same places of all ranks, this one included."""
+    bits = to_bits(values.to(tl.float32), dtype)
+    for p in tl.static_range(P):
+        tl.store(address(peers_ptr, p, dtype) + place, bits, mask=inside)
+
+
+@triton.jit
+def wait_for_room(
+    peers_ptr, rank, credits: tl.constexpr, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """For calls in which a rank may wait for nobody: tells all ranks that it has begun, and returns when all have begun
+    the call before, that is, when the places of this call are marked again. Counts lie `credits` bytes into a rank's
+    memory, one of each rank."""
+    if tl.program_id(0) == 0:
+        for p in tl.static_range(P):
+            theirs = (tl.load(peers_ptr + p) + credits).to(tl.pointer_type(tl.int32))
+            tl.store(theirs + rank, calls)
+    ranks = tl.arange(0, P)
+    own = (tl.load(peers_ptr + rank) + credits).to(tl.pointer_type(tl.int32)) + ranks
+    behind = (tl.load(own, volatile=True) - (calls - 1)) < 0
+    if tl.max(behind.to(tl.int32), 0) > 0:
+        start, late = nanoseconds(ASM), tl.full((), 1, tl.int32)
+        limit = patience(failed_ptr, limit_ns, ASM)
+        while late > 0:
+            behind = (tl.load(own, volatile=True) - (calls - 1)) < 0
+            late = tl.max(behind.to(tl.int32), 0)
+            if (late > 0) & (nanoseconds(ASM) - start > limit):
+                late = tl.full((), -1, tl.int32)
+        if late < 0:
+            tl.store(failed_ptr, 1)
+            tl.store(alarm_ptr + ranks, 1, mask=behind)
+
+
+@triton.jit
+def put_marks(pointer, stride, row, d, inside, P: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
+    marks = tl.zeros_like(d).to(mark_of(dtype).dtype) + mark_of(dtype)
+    for r in tl.static_range(P):
+        tl.store(pointer + r * stride + row * D + d, marks, mask=inside)
+
+
+@triton.jit
+def add_residual(total, residual_ptr, new_residual_ptr, offset, inside, dtype: tl.constexpr):
+    """residual + total in the residual's type, stored; float32. Rounded as the layers' own `add_norm` does."""
+    residual = tl.load(residual_ptr + offset, mask=inside, other=0.0)
+    new = (residual.to(tl.float32) + total.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(new_residual_ptr + offset, new, mask=inside)
+    return new.to(tl.float32)
+
+
+@triton.jit
+def tell_squares(squares_ptr, row, chunk, values, calls, WIDE: tl.constexpr):
+    """The sum of squares of one chunk of a row, stamped with the call, for the programs of the row's other chunks."""
+    total = tl.sum(values * values, 0)
+    stamped = (calls.to(tl.int64) << 32) | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    tl.store(squares_ptr + row * WIDE + chunk, stamped)
+
+
+@triton.jit
+def load_squares(squares_ptr, row, calls, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
+    chunk = tl.arange(0, WIDE)
+    stamped = tl.load(squares_ptr + row * WIDE + chunk, mask=chunk < CHUNKS, other=0, volatile=True)
+    missing = ((stamped >> 32).to(tl.int32) != calls) & (chunk < CHUNKS)
+    total = tl.sum(tl.where(chunk < CHUNKS, stamped.to(tl.int32).to(tl.float32, bitcast=True), 0.0), 0)
+    return total, tl.max(missing.to(tl.int32), 0)
+
+
+@triton.jit
+def wait_squares(squares_ptr, row, calls, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
+    """Sum of squares of a whole row. The programs waited for run, and wait for other ranks at most themselves."""
+    total, missing = load_squares(squares_ptr, row, calls, CHUNKS, WIDE)
+    while missing > 0:
+        total, missing = load_squares(squares_ptr, row, calls, CHUNKS, WIDE)
+    return total
+
+
+@triton.jit
+def normed(values, squares, weight, eps, D: tl.constexpr):
+    """RMSNorm of a chunk, rounded as `norm.normalized` does; in the weight's type."""
+    return (values * tl.rsqrt(squares / D + eps)).to(weight.dtype) * weight

@@ -1,0 +1,75 @@
+"""Exchange kernels under Triton's interpreter, in a child process that has it switched on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.triton_interpreter import allow_scalar_arrays
+
+pytest.importorskip("triton")
+from tests import virtual_ranks as virtual
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
+if INTERPRETED:
+    allow_scalar_arrays()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "failed" not in done.stdout
+
+
+def world(ranks: int, width: int, dtype=torch.float32, **settings) -> virtual.World:
+    return virtual.World(ranks, 2 * ranks, width, dtype, "cpu", **settings)
+
+
+@interpreted
+@pytest.mark.parametrize(("ranks", "width", "dtype"), [(2, 1100, torch.float32), (4, 40, torch.float16)])
+def test_one_shot(ranks, width, dtype):
+    """Sizes go up and down, so that marks of longer calls must come back."""
+    several = world(ranks, width, dtype)
+    for num_rows, parts in ((1, 1), (2 * ranks, 3), (1, 2), (1, 1)):
+        virtual.check_one_shot(several, num_rows, parts)
+    virtual.check_no_mark_is_missing(several)
+
+
+@interpreted
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(("ranks", "width", "dtype"), [(2, 1100, torch.float16), (4, 40, torch.float32)])
+def test_two_shot(ranks, width, dtype, gather):
+    several = world(ranks, width, dtype)
+    for num_rows, parts in ((1, 1), (ranks + 1, 3), (1, 2), (2, 1)):
+        virtual.check_two_shot(several, num_rows, parts, gather)
+
+
+@interpreted
+def test_both_give_the_same_bits():
+    one, two = world(2, 1100), world(2, 1100)
+    assert torch.equal(virtual.check_one_shot(one, 3, 2), virtual.check_two_shot(two, 3, 2))
+
+
+@interpreted
+@pytest.mark.parametrize(("ranks", "width", "group", "top_k"), [(2, 1100, 1, 3), (4, 24, 2, 8)])
+def test_dispatch_and_combine(ranks, width, group, top_k):
+    several = world(ranks, width, top_k=top_k, experts=8, group=group)
+    for num_rows, routing in ((1, "any"), (ranks + 1, "some"), (2, "few"), (1, "none")):
+        virtual.check_dispatch_and_combine(several, num_rows, routing, 1 + num_rows % 2, num_rows > 1)
+
+
+@interpreted
+def test_a_rank_that_sends_nothing_is_named():
+    """Only rank 0 and 1 of three run; the others' places keep their marks."""
+    several = world(4, 24)
+    several.once.addresses_VP[2:] = several.once.addresses_VP[:1] + several.memory[0].numel()
