@@ -5,6 +5,10 @@ A rank that is alone, in its world or as a share of one, does nothing and counts
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -47,3 +51,39 @@ def agree_on_minimum(value: int, parallel: ParallelState) -> int:
     smallest = torch.tensor(value, dtype=torch.int64, device=parallel.device)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=parallel.group)
     return int(smallest)
+
+
+def gather_json(value: Any, parallel: ParallelState) -> list[Any]:
+    """Every rank's `value`, in rank order, the same list on each. Values are JSON's own, of any size; not for use in a
+    captured step."""
+    text = json.dumps(value).encode()
+    if parallel.is_alone:
+        return [json.loads(text)]
+    device = parallel.device
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    lengths = all_gather(length, parallel)[0].flatten().tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    rows = all_gather(padded, parallel)[0].cpu()
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+
+
+class RankError(RuntimeError):
+    """What was to be done together failed on a rank; raised on every rank alike."""
+
+
+def together(function: Callable[[], Any], parallel: ParallelState) -> list[Any]:
+    """What `function` returns on every rank, in rank order, as JSON values; every rank calls it at the same point.
+
+    Raises RankError on every rank, with the first failing rank and its reason, where it raises on any: ranks then go
+    on alike. A rank that waits inside `function` for another that has failed is its own affair.
+    """
+    mine, failure, cause = None, None, None
+    try:
+        mine = function()
+    except Exception as error:
+        cause, failure = error, f"{type(error).__name__}: {error}"
+    outcomes = gather_json([mine, failure], parallel)
+    for rank, (_, reason) in enumerate(outcomes):
+        if reason is not None:
+            raise RankError(f"rank {rank}: {reason}") from cause
+    return [value for value, _ in outcomes]
