@@ -14,7 +14,6 @@ from engine import cache_plan, sampling
 from engine.attention import backend as attention_backends
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm import choice
-from engine.comm import dispatcher as dispatchers
 from engine.comm.collectives import agree_on_minimum
 from engine.comm.dispatcher import DispatchLimits
 from engine.comm.parallel_state import ParallelState
@@ -75,9 +74,9 @@ class ModelRunner:
         self.config, self.parallel = config, parallel
         self.model_config = files.model_config
         self.model = load_share(config, files, parallel)
-        self.dispatchers = choice.DispatcherChoice(config.moe_comm, parallel, _dispatch_limits(config, files))
         self.overlaps = parallel.device.type == "cuda"
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.dispatchers = self._choose_dispatchers(_dispatch_limits(config, files))
         self.input_batch = InputBatch(BLOCK_SIZE, parallel.device, self.max_num_seqs)
         self.sampled = self.input_batch.sampled
         self.sampler = Sampler(parallel.device)
@@ -100,6 +99,10 @@ class ModelRunner:
             self.max_model_len,
         )
         self._prepare_graphs()
+
+    def _choose_dispatchers(self, limits: DispatchLimits) -> choice.DispatcherChoice:
+        sizes = choice.measured_sizes(bucket_sizes(self.max_num_seqs), limits.max_tokens)
+        return choice.DispatcherChoice(self.config.moe_comm, self.parallel, limits, sizes, self.config.comm_cache)
 
     def _compile_kernels(self) -> None:
         """All kernels of all steps at once, since each would else be compiled where it is first launched.
@@ -337,7 +340,6 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
 
 def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
     """This rank's share of the model."""
-    name = choice.candidates(config.moe_comm, parallel)[0]
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
     try:
@@ -349,7 +351,7 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
             dtype,
             backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
             kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
-            shards_tokens=dispatchers.dispatcher_class(name).shards_tokens,
+            shards_tokens=choice.shards_tokens(config.moe_comm),
             dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
     except CheckpointError:

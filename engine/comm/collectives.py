@@ -80,10 +80,12 @@ def together(function: Callable[[], Any], parallel: ParallelState) -> list[Any]:
     mine, failure, cause = None, None, None
     try:
         mine = function()
+    except RankError as error:
+        cause, failure = error, str(error)
     except Exception as error:
-        cause, failure = error, f"{type(error).__name__}: {error}"
+        cause, failure = error, f"rank {parallel.rank}: {type(error).__name__}: {error}"
     outcomes = gather_json([mine, failure], parallel)
-    for rank, (_, reason) in enumerate(outcomes):
+    for _, reason in outcomes:
         if reason is not None:
-            raise RankError(f"rank {rank}: {reason}") from cause
+            raise RankError(reason) from cause
     return [value for value, _ in outcomes]

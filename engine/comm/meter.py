@@ -34,9 +34,7 @@ class CommMeter:
         """Counts what happens within it on a meter of its own instead: what a capture would send, but has not."""
         before, apart = CommMeter(), CommMeter()
         before.add(self)
-        try:
-            yield apart
-        finally:
-            apart.add(self)
-            apart.add(before, -1)
-            self.add(apart, -1)
+        yield apart
+        apart.add(self)
+        apart.add(before, -1)
+        self.add(apart, -1)

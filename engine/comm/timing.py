@@ -66,7 +66,12 @@ def _median(run: Call, device: torch.device, replays: int) -> float:
 
 @torch.inference_mode()
 def time_dispatcher(
-    dispatcher: TokenDispatcher, num_rows: int, limits: DispatchLimits, parallel: ParallelState, seed: int = 0
+    dispatcher: TokenDispatcher,
+    num_rows: int,
+    limits: DispatchLimits,
+    parallel: ParallelState,
+    seed: int = 0,
+    replays: int = REPLAYS,
 ) -> RoundTimes:
     """Times a dispatcher's verbs with `num_rows` random rows of all ranks together and uniformly random routing.
 
@@ -80,7 +85,7 @@ def time_dispatcher(
         rounds = made[0]
 
         def timed(call: Call) -> float:
-            return time_calls([call] * _CALLS, parallel, use_graph=dispatcher.is_capturable)
+            return time_calls([call] * _CALLS, parallel, replays, dispatcher.is_capturable)
 
         reduce, both = timed(rounds.reduce), timed(rounds.dispatch_and_combine)
         dispatch = min(timed(rounds.dispatch), both) if dispatcher.shards_tokens else 0.0

@@ -55,27 +55,43 @@ def timed_dispatchers(parallel: ParallelState) -> dict:
     found = {}
     for name in DISPATCHERS:
         dispatcher = build(name, parallel, LIMITS)
-        found[name] = [vars(time_dispatcher(dispatcher, rows, LIMITS, parallel)) for rows in ROWS]
+        found[name] = [vars(time_dispatcher(dispatcher, rows, LIMITS, parallel, replays=2)) for rows in ROWS]
         dispatcher.close()
     return {"times": found, "rounds": dict(parallel.meter.rounds)}
 
 
-def test_all_ranks_return_the_slowest_median(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    slow, quick = on_ranks(2, tmp_path / "a", slower_rank), on_ranks(2, tmp_path / "b", quick_rank)
-    assert slow[0] == slow[1] and quick[0] == quick[1]
-    assert slow[0] > 5 * quick[0] > 0
+def gathered(parallel: ParallelState) -> list:
+    return [gather_json({"ä" * parallel.rank: [parallel.rank, None]}, parallel), together(lambda: "x" * 9, parallel)]
 
 
-def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
+def every_case(parallel: ParallelState) -> dict:
+    return {
+        "slow": slower_rank(parallel),
+        "quick": quick_rank(parallel),
+        "failing": failing_rank(parallel),
+        "gathered": gathered(parallel),
+        "dispatchers": timed_dispatchers(parallel),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["ep1", "ep2"])
+def world(request, tmp_path_factory) -> list[dict]:
+    return on_ranks(2, tmp_path_factory.mktemp("world"), every_case, ep=request.param)
+
+
+def test_all_ranks_return_the_slowest_median(world):
+    first, second = world
+    assert first["slow"] == second["slow"] and first["quick"] == second["quick"]
+    assert first["slow"] > 5 * first["quick"] > 0
+
+
+def test_a_failure_on_one_rank_is_every_ranks(world):
     expected = ["rank 1: OSError: the link is down", "rank 0: MemoryError: no room"]
-    assert on_ranks(2, tmp_path, failing_rank) == [expected, expected]
+    assert [one["failing"] for one in world] == [expected, expected]
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-def test_every_dispatcher_is_timed_alike_on_all_ranks(tmp_path, ep):
-    first, second = on_ranks(2, tmp_path, timed_dispatchers, ep=ep)
+def test_every_dispatcher_is_timed_alike_on_all_ranks(world):
+    first, second = (one["dispatchers"] for one in world)
     assert first["times"] == second["times"]
     for name, times in first["times"].items():
         for one in times:
@@ -89,10 +105,6 @@ def test_a_rank_alone_times_too():
     assert times.reduce > 0 and times.dispatch == 0 and times.layer == times.reduce + times.combine
 
 
-def gathered(parallel: ParallelState) -> list:
-    return [gather_json({"ä" * parallel.rank: [parallel.rank, None]}, parallel), together(lambda: "x" * 9, parallel)]
-
-
-def test_values_of_any_length_are_gathered(tmp_path):
+def test_values_of_any_length_are_gathered(world):
     expected = [[{"": [0, None]}, {"ä": [1, None]}], ["x" * 9] * 2]
-    assert on_ranks(2, tmp_path, gathered) == [expected, expected]
+    assert [one["gathered"] for one in world] == [expected, expected]
