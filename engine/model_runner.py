@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -157,7 +158,8 @@ class ModelRunner:
         most_rows = budget // (4 * self.model_config.vocab_size)
         sizes = [size for size in sizes or bucket_sizes(self.max_num_seqs) if size <= most_rows]
         batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
-        graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter)
+        agree = functools.partial(agree_on_minimum, parallel=self.parallel)
+        graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter, agree)
         graphs.capture_all(batches)
         self.graphs = graphs
 
@@ -251,6 +253,12 @@ class ModelRunner:
                 targets = torch.tensor(request.token_ids(rows.start + 1, rows.stop + 1), device=self.parallel.device)
                 parts.extend(gather_logprobs(logits_SV, targets, request.params.prompt_logprobs))
             result.prompt_logprobs[request.request_id] = PromptLogprobs(item.start + 1, parts)
+
+    def close(self) -> None:
+        """Every rank calls it after its last step: NCCL waits for the end of graphs that hold its collectives before
+        a process group can go."""
+        self.graphs = None
+        self.dispatchers.close()
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         """[layers, blocks, block_size, latent + rope width]; zeros, since padding may read what nothing wrote."""

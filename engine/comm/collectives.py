@@ -44,6 +44,11 @@ def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor
     return out, (parallel.tp - 1) * x_P.nbytes // parallel.tp
 
 
+def are_capturable(parallel: ParallelState) -> bool:
+    """Whether the collectives above may be captured in a CUDA graph: NCCL's may, and none needs no more."""
+    return parallel.is_alone or (parallel.device.type == "cuda" and dist.get_backend(parallel.group) == "nccl")
+
+
 def agree_on_minimum(value: int, parallel: ParallelState) -> int:
     """The smallest `value` of all ranks, the same on each."""
     if parallel.is_alone:
