@@ -28,6 +28,7 @@ class EngineConfig:
     ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
     max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is what CUDA
     graphs may take of a GPU, in GiB; the KV cache leaves that much free unless its own size is given.
+    comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
     load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make
     this one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a
     step are those of a real rank, the answer means nothing.
@@ -48,6 +49,7 @@ class EngineConfig:
     kv_cache_memory_gb: float | None = None
     graph_memory_gb: float = 1.0
     moe_comm: str = "auto"
+    comm_cache: str | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
     load_format: str = "auto"
@@ -77,6 +79,8 @@ class EngineConfig:
         graphs = self.graph_memory_gb
         if not (_is_number(graphs) and 0 <= graphs <= MAX_COUNT):
             raise ConfigError(f"graph_memory_gb must be a number from 0 to {MAX_COUNT}, not {graphs!r}.")
+        if self.comm_cache is not None and not (isinstance(self.comm_cache, str) and self.comm_cache):
+            raise ConfigError(f"comm_cache must be the path of a directory or 'off', not {self.comm_cache!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
         self._check_share()

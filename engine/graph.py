@@ -39,7 +39,10 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """All captures share one pool, since no two graphs run at a time."""
+    """All captures share one pool, since no two graphs run at a time.
+
+    Other threads may call CUDA during a capture: a process group's watchdog asks after the collectives before it.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -53,7 +56,7 @@ class CudaRecorder:
 
     def capture(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = function()
         return graph, result
 
@@ -64,7 +67,8 @@ class CudaRecorder:
 @dataclass
 class DecodeGraph:
     """One bucket. `step` leaves each row's most likely token in the sampled tokens; `draw` replaces those of rows
-    that are not greedy. `sends` counts what a step communicates. `num_bytes` is what its capture added."""
+    that are not greedy. `sends` counts what a step communicates. `num_bytes` is what its capture added on the rank
+    where that is most."""
 
     inputs: DecodeBatch
     step: Graph
@@ -80,7 +84,9 @@ class GraphRunner:
 
     `step(inputs)` computes logits and greedy tokens of a DecodeBatch and returns (logits [N, V], maxima [N]);
     `draw(inputs, logits, maxima)` samples. `meter` is where a step counts what it sends. A bucket that would pass
-    `max_bytes` is given up, and smaller ones tried.
+    `max_bytes` is given up, and smaller ones tried. `agree(value)` is the smallest value of all ranks, none of which
+    goes on before all have asked: a graph's collectives are captured and replayed by all ranks or by none, so they
+    enter each capture together and keep the same buckets.
     """
 
     def __init__(
@@ -90,11 +96,17 @@ class GraphRunner:
         draw: Callable[[DecodeBatch, torch.Tensor, torch.Tensor], None],
         max_bytes: int,
         meter: CommMeter | None = None,
+        agree: Callable[[int], int] = int,
     ):
         self._recorder, self._step, self._draw, self._max_bytes = recorder, step, draw, max_bytes
-        self._meter = meter or CommMeter()
+        self._meter, self._agree = meter or CommMeter(), agree
         self._graphs: dict[int, DecodeGraph] = {}
         self._choice: list[DecodeGraph | None] = [None]
+
+    @property
+    def captured(self) -> dict[int, DecodeGraph]:
+        """By number of rows."""
+        return dict(self._graphs)
 
     @property
     def num_bytes(self) -> int:
@@ -122,10 +134,11 @@ class GraphRunner:
         for _ in range(_WARM_UPS):
             self._draw(inputs, *self._step(inputs))
         before = self._recorder.memory()
+        self._agree(0)
         with self._meter.apart() as sends:
             step, (logits_NV, maxima_N) = self._recorder.capture(lambda: self._step(inputs))
         draw, _ = self._recorder.capture(lambda: self._draw(inputs, logits_NV, maxima_N))
-        taken = max(self._recorder.memory() - before, 0)
+        taken = -self._agree(-max(self._recorder.memory() - before, 0))
         return DecodeGraph(inputs, step, draw, logits_NV, (maxima_N,), sends, taken)
 
     def _choose(self) -> None:

@@ -49,6 +49,7 @@ class Ranks:
     joined: bool = False
     control: ControlServer | ControlClient | None = None
     children: list[subprocess.Popen] = field(default_factory=list)
+    runner: ModelRunner | None = None
 
     def close(self) -> None:
         """Ends the started ranks, by force if they do not end by themselves."""
@@ -59,6 +60,9 @@ class Ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(deadline - time.monotonic(), 0))
         self.kill()
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = None
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
         self.store = None
@@ -226,7 +230,7 @@ def _loopback_store() -> dist.TCPStore:
 def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore | Follower:
     try:
         parallel = _parallel_state(config, ranks)
-        runner = ModelRunner(config, files, parallel)
+        ranks.runner = runner = ModelRunner(config, files, parallel)
     except Exception as error:
         _blame(ranks, error)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -14,7 +15,6 @@ from engine import cache_plan, sampling
 from engine.attention import backend as attention_backends
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm import choice
-from engine.comm import dispatcher as dispatchers
 from engine.comm.collectives import agree_on_minimum
 from engine.comm.dispatcher import DispatchLimits
 from engine.comm.parallel_state import ParallelState
@@ -75,9 +75,9 @@ class ModelRunner:
         self.config, self.parallel = config, parallel
         self.model_config = files.model_config
         self.model = load_share(config, files, parallel)
-        self.dispatchers = choice.DispatcherChoice(config.moe_comm, parallel, _dispatch_limits(config, files))
         self.overlaps = parallel.device.type == "cuda"
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.dispatchers = self._choose_dispatchers(_dispatch_limits(config, files))
         self.input_batch = InputBatch(BLOCK_SIZE, parallel.device, self.max_num_seqs)
         self.sampled = self.input_batch.sampled
         self.sampler = Sampler(parallel.device)
@@ -100,6 +100,10 @@ class ModelRunner:
             self.max_model_len,
         )
         self._prepare_graphs()
+
+    def _choose_dispatchers(self, limits: DispatchLimits) -> choice.DispatcherChoice:
+        sizes = choice.measured_sizes(bucket_sizes(self.max_num_seqs), limits.max_tokens)
+        return choice.DispatcherChoice(self.config.moe_comm, self.parallel, limits, sizes, self.config.comm_cache)
 
     def _compile_kernels(self) -> None:
         """All kernels of all steps at once, since each would else be compiled where it is first launched.
@@ -154,7 +158,8 @@ class ModelRunner:
         most_rows = budget // (4 * self.model_config.vocab_size)
         sizes = [size for size in sizes or bucket_sizes(self.max_num_seqs) if size <= most_rows]
         batches = [DecodeBatch(size, BLOCK_SIZE, table, self.sampled, device) for size in sizes]
-        graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter)
+        agree = functools.partial(agree_on_minimum, parallel=self.parallel)
+        graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter, agree)
         graphs.capture_all(batches)
         self.graphs = graphs
 
@@ -249,6 +254,12 @@ class ModelRunner:
                 parts.extend(gather_logprobs(logits_SV, targets, request.params.prompt_logprobs))
             result.prompt_logprobs[request.request_id] = PromptLogprobs(item.start + 1, parts)
 
+    def close(self) -> None:
+        """Every rank calls it after its last step: NCCL waits for the end of graphs that hold its collectives before
+        a process group can go."""
+        self.graphs = None
+        self.dispatchers.close()
+
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         """[layers, blocks, block_size, latent + rope width]; zeros, since padding may read what nothing wrote."""
         return torch.zeros(
@@ -337,7 +348,6 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
 
 def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
     """This rank's share of the model."""
-    name = choice.candidates(config.moe_comm, parallel)[0]
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
     try:
@@ -349,7 +359,7 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
             dtype,
             backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
             kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
-            shards_tokens=dispatchers.dispatcher_class(name).shards_tokens,
+            shards_tokens=choice.shards_tokens(config.moe_comm),
             dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
     except CheckpointError:

@@ -5,19 +5,17 @@ Figures of a graph include their share of the gaps between kernels and exclude t
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-WARM_UP = 3
+from engine.timing import WARM_UP, Call, capture, clocked, replayed, run_all, synchronize
+
 READ_BYTES = {"cuda": 4 * 10**9, "cpu": 64 * 10**6}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
-
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -41,29 +39,16 @@ def time_calls(calls: Sequence[Call], device: torch.device, replays: int = 30, u
     which a call may not wait for the device.
     """
     if device.type != "cuda":
-        return summary([_clocked(calls) for _ in range(WARM_UP + replays)][WARM_UP:], len(calls), "cpu")
+        return summary([clocked(calls) for _ in range(WARM_UP + replays)][WARM_UP:], len(calls), "cpu")
     if not use_graph:
-        return summary(_replayed(lambda: _all(calls), replays), len(calls), "eager")
+        return summary(replayed(lambda: run_all(calls), replays), len(calls), "eager")
     graph = capture(calls)
-    return summary(_replayed(graph.replay, replays), len(calls), "graph")
+    return summary(replayed(graph.replay, replays), len(calls), "graph")
 
 
 def time_graph(replay: Call, replays: int) -> Timing:
     """A graph's replays one after another, by the device's clock."""
-    return summary(_replayed(replay, replays), 1, "graph")
-
-
-def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """One graph of all calls, each of which has run before outside it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        _all(calls)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _all(calls)
-    return graph
+    return summary(replayed(replay, replays), 1, "graph")
 
 
 def time_host(call: Call, device: torch.device, replays: int = 30) -> Timing:
@@ -78,21 +63,16 @@ def time_host(call: Call, device: torch.device, replays: int = 30) -> Timing:
     return summary(samples[WARM_UP:], 1, "host")
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def read_bandwidth(device: torch.device, rounds: int = 5) -> float:
     """Bytes per second of the best one-pass read of a buffer far larger than any cache."""
     num_bytes = READ_BYTES[device.type]
     if device.type != "cuda":
         x = torch.ones(num_bytes // 4)
-        return x.nbytes / min(_clocked([x.sum]) for _ in range(rounds))
+        return x.nbytes / min(clocked([x.sum]) for _ in range(rounds))
     from engine.kernels.gpu.stream_read import ROUND, WAYS, stream_read
 
     x = torch.randn(-(-num_bytes // 4 // ROUND) * ROUND, device=device)
-    return x.nbytes / min(min(_replayed(lambda way=way: stream_read(x, way), rounds)) for way in WAYS)
+    return x.nbytes / min(min(replayed(lambda way=way: stream_read(x, way), rounds)) for way in WAYS)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
@@ -100,35 +80,9 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> f
     size = MATMUL_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = (
-        _replayed(lambda: a @ b, rounds)
-        if device.type == "cuda"
-        else [_clocked([lambda: a @ b]) for _ in range(rounds)]
+        replayed(lambda: a @ b, rounds) if device.type == "cuda" else [clocked([lambda: a @ b]) for _ in range(rounds)]
     )
     return 2 * size**3 / min(seconds)
-
-
-def _all(calls: Sequence[Call]) -> None:
-    for call in calls:
-        call()
-
-
-def _clocked(calls: Sequence[Call]) -> float:
-    start = time.perf_counter()
-    _all(calls)
-    return time.perf_counter() - start
-
-
-def _replayed(run: Call, replays: int) -> list[float]:
-    """Seconds of each run on the device, after a warm-up."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    for _ in range(WARM_UP):
-        run()
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(marks)]
 
 
 def summary(samples: list[float], num_calls: int, mode: str) -> Timing:

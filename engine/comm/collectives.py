@@ -5,6 +5,10 @@ A rank that is alone, in its world or as a share of one, does nothing and counts
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -40,6 +44,11 @@ def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor
     return out, (parallel.tp - 1) * x_P.nbytes // parallel.tp
 
 
+def are_capturable(parallel: ParallelState) -> bool:
+    """Whether the collectives above may be captured in a CUDA graph: NCCL's may, and none needs no more."""
+    return parallel.is_alone or (parallel.device.type == "cuda" and dist.get_backend(parallel.group) == "nccl")
+
+
 def agree_on_minimum(value: int, parallel: ParallelState) -> int:
     """The smallest `value` of all ranks, the same on each."""
     if parallel.is_alone:
@@ -47,3 +56,41 @@ def agree_on_minimum(value: int, parallel: ParallelState) -> int:
     smallest = torch.tensor(value, dtype=torch.int64, device=parallel.device)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=parallel.group)
     return int(smallest)
+
+
+def gather_json(value: Any, parallel: ParallelState) -> list[Any]:
+    """Every rank's `value`, in rank order, the same list on each. Values are JSON's own, of any size; not for use in a
+    captured step."""
+    text = json.dumps(value).encode()
+    if parallel.is_alone:
+        return [json.loads(text)]
+    device = parallel.device
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    lengths = all_gather(length, parallel)[0].flatten().tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    rows = all_gather(padded, parallel)[0].cpu()
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+
+
+class RankError(RuntimeError):
+    """What was to be done together failed on a rank; raised on every rank alike."""
+
+
+def together(function: Callable[[], Any], parallel: ParallelState) -> list[Any]:
+    """What `function` returns on every rank, in rank order, as JSON values; every rank calls it at the same point.
+
+    Raises RankError on every rank, with the first failing rank and its reason, where it raises on any: ranks then go
+    on alike. A rank that waits inside `function` for another that has failed is its own affair.
+    """
+    mine, failure, cause = None, None, None
+    try:
+        mine = function()
+    except RankError as error:
+        cause, failure = error, str(error)
+    except Exception as error:
+        cause, failure = error, f"rank {parallel.rank}: {type(error).__name__}: {error}"
+    outcomes = gather_json([mine, failure], parallel)
+    for _, reason in outcomes:
+        if reason is not None:
+            raise RankError(reason) from cause
+    return [value for value, _ in outcomes]

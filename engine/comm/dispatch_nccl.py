@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.comm import meter
-from engine.comm.collectives import all_gather, all_to_all
+from engine.comm.collectives import all_gather, all_to_all, are_capturable
 from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState, even_slice
 from engine.kernels.reference import add_parts
@@ -33,12 +33,12 @@ class AllToAllDispatcher:
     name = "nccl_a2a"
     family = "sharded"
     shards_tokens = True
-    is_capturable = False
 
     def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         self.parallel = parallel
         self.local_experts = range(limits.num_experts)
         self.experts_per_group = len(parallel.expert_range(limits.num_experts))
+        self.is_capturable = are_capturable(parallel)
         self.step = _Step(0, 0)
         self._num_held_1: torch.Tensor | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.comm import meter
-from engine.comm.collectives import all_gather, all_reduce
+from engine.comm.collectives import all_gather, all_reduce, are_capturable
 from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference import add_parts
@@ -27,7 +27,7 @@ class ReferenceDispatcher:
     def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         self.parallel = parallel
         self.local_experts = parallel.expert_range(limits.num_experts)
-        self.is_capturable = parallel.is_alone
+        self.is_capturable = are_capturable(parallel)
 
     @classmethod
     def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:

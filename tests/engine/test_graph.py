@@ -9,15 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.comm.collectives import agree_on_minimum
 from engine.comm.meter import MOE_COMBINE, CommMeter
+from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.graph import GraphRunner, capture_obstacle
 from engine.launch import start_engine
+from engine.model_files import ModelFiles
+from engine.model_runner import ModelRunner
 from engine.request import SamplingParams
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint
-from tests.rerun import RerunRecorder, record
+from tests.gloo_ranks import on_ranks
+from tests.rerun import DeviceLengths, RerunRecorder, record
 
 
 def runner_of(sizes: list[int], taken: list[int], budget: int) -> GraphRunner:
@@ -45,6 +50,69 @@ def test_buckets_over_the_budget_are_given_up_and_said(caplog):
 
 def test_no_budget_no_graph():
     assert runner_of([1, 2], [5, 5, 5, 5], 0).choose(1) is None
+
+
+ROOM = (((100, 0), (40, 1), (30, 9)), ((90, 0), (50, 2), (20, 8)), ((20, 0), (60, 9), (4, 4)))
+"""For each of three ranks, what step and draw of buckets 4, 2 and 1 take: none could keep more than some."""
+
+
+def kept_on_ranks(parallel: ParallelState) -> tuple[list[int], int, list[int]]:
+    """The buckets this rank keeps, what it believes they take, and when it entered captures."""
+    recorder = RerunRecorder([size for bucket in ROOM[parallel.rank] for size in bucket])
+    agreed: list[int] = []
+
+    def agree(value: int) -> int:
+        agreed.append(value)
+        return agree_on_minimum(value, parallel)
+
+    def step(inputs):
+        return torch.zeros(inputs.num_rows, 5), torch.zeros(inputs.num_rows)
+
+    runner = GraphRunner(recorder, step, lambda *_: None, 92, agree=agree)
+    runner.capture_all([SimpleNamespace(num_rows=size) for size in (1, 2, 4)])
+    return sorted(runner.captured), runner.num_bytes, agreed
+
+
+def test_ranks_keep_the_same_buckets_though_one_has_less_memory(tmp_path):
+    """Alone, rank 0 would keep 2 and 1, rank 1 would keep 4, rank 2 would keep 4 and 2."""
+    outcomes = on_ranks(3, tmp_path, kept_on_ranks)
+    assert [kept for kept, _, _ in outcomes] == [[2]] * 3
+    assert [taken for _, taken, _ in outcomes] == [69] * 3, "what the bucket takes where it takes most"
+    assert all(agreed[0::2] == [0, 0, 0] for _, _, agreed in outcomes), "no rank captures before the others"
+
+
+def capture_on_ranks(parallel: ParallelState, checkpoint: str) -> dict:
+    """A model's own captures, of which the larger ones do not fit on rank 1; then a step, eager and replayed."""
+    config = EngineConfig(
+        checkpoint, tp=2, ep=parallel.ep, device="cpu", dtype="float32", num_threads=1, max_num_seqs=4,
+        kv_cache_memory_gb=0.01, graph_memory_gb=0.01,
+    )  # fmt: skip
+    runner = ModelRunner(config, ModelFiles.read(config), parallel)
+    core = EngineCore(config, ModelFiles.read(config), runner)
+    request = ([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=5))
+    before = dict(parallel.meter.rounds)
+    eager = ask(core, request)[0].token_ids
+    sent = {kind: count - before[kind] for kind, count in parallel.meter.rounds.items()}
+    runner.model.backend = DeviceLengths()
+    recorder = RerunRecorder([2**30, 0] if parallel.rank else [])
+    runner.capture(recorder)
+    tokens = ask(core, request)[0].token_ids
+    before = dict(parallel.meter.rounds)
+    for graph in recorder.graphs:  # a graph runs no Python
+        graph.replay = lambda: None
+    ask(core, request)
+    replayed = {kind: count - before[kind] for kind, count in parallel.meter.rounds.items()}
+    captured = sorted(runner.graphs.captured)
+    runner.close()
+    return {"tokens": [eager, tokens], "sent": [sent, replayed], "captured": captured, "open": runner.graphs}
+
+
+def test_ranks_capture_replay_and_count_alike(tmp_path, checkpoint):
+    first, second = on_ranks(2, tmp_path, capture_on_ranks, str(checkpoint))
+    assert first == second
+    assert first["captured"] == [1, 2] and first["open"] is None
+    assert first["tokens"][0] == first["tokens"][1]
+    assert first["sent"][0] == first["sent"][1] and first["sent"][0]["attention_reduce"] > 0
 
 
 def test_what_cannot_be_captured_is_named():

@@ -6,9 +6,11 @@ import json
 import signal
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engine import launch
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.processes import PYTHON, TORCHRUN, Program, running, until
 
@@ -247,3 +249,16 @@ def test_a_worker_without_rank_0_ends(small, tmp_path):
     with running(command, Path(tmp_path)) as program:
         assert until(lambda: program.process.poll() is not None, 30, "the worker ends")
         assert program.process.returncode == 1
+
+
+def test_graphs_end_before_the_process_group_that_they_hold(monkeypatch):
+    """NCCL's end of a communicator waits for graphs that captured its collectives."""
+    order = []
+    runner = SimpleNamespace(close=lambda: order.append("runner"))
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: order.append("group"))
+    ranks = launch.Ranks(0, 2, runner=runner)
+    ranks.close()
+    assert order == ["runner", "group"]
+    ranks.close()
+    assert order == ["runner", "group", "group"], "a runner ends once"

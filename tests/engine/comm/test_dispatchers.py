@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from engine.comm.choice import candidates
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
 from engine.comm.parallel_state import ParallelState
 from tests.dispatch_world import NUM_DENSE, NUM_LAYERS, NUM_MOE, TOP, WIDTH, Case, Outcome, run, run_world
@@ -100,11 +99,6 @@ def test_one_rank_sends_nothing(name, num_tokens):
         outcome = run(Case(name, 1, num_tokens))
     assert torch.allclose(outcome.x, alone(num_tokens, "any", torch.float32).x, atol=1e-5)
     assert set(outcome.bytes.values()) == {0}
-
-
-def test_auto_is_a_dispatcher_that_exists():
-    assert {*candidates("auto", ParallelState()), *candidates("auto", ParallelState(tp=2))} <= set(DISPATCHERS)
-    assert [candidates(name, ParallelState(tp=2)) for name in DISPATCHERS] == [[name] for name in DISPATCHERS]
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 2), (8, 8), (8, 4)])
