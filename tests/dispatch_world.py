@@ -31,13 +31,19 @@ LIMIT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Case:
-    """routing: "any", or "few" where a bias sends nearly all rows to the same experts."""
+    """routing: "any", or "few" where a bias sends nearly all rows to the same experts. The last `padding` of the
+    num_tokens rows are padding."""
 
     dispatcher: str
     ep: int
     num_tokens: int
     routing: str = "any"
     dtype: torch.dtype = torch.float32
+    padding: int = 0
+
+    @property
+    def num_real(self) -> int:
+        return self.num_tokens - self.padding
 
     @property
     def in_parts(self) -> bool:
@@ -80,7 +86,7 @@ norm = PlainNorm()
 
 
 def batch_of(num_tokens: int, dispatcher) -> ForwardBatch:
-    """What a feed-forward block reads of a step."""
+    """What a feed-forward block reads of a step whose first num_tokens rows are real."""
     nothing = torch.empty(0, dtype=torch.int64)
     return ForwardBatch(nothing, nothing, nothing, nothing, [], [], dispatcher, num_tokens_1=torch.tensor([num_tokens]))
 
@@ -162,7 +168,7 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
             partial = torch.stack((0.25 * partial.float(), 0.75 * partial.float()))
         x, residual = dispatcher.reduce(partial, residual, norm)
         feed_forward = _feed_forward(layer, case, parallel, dispatcher.shards_tokens)
-        x, residual = feed_forward(x, residual, batch_of(case.num_tokens, dispatcher), norm)
+        x, residual = feed_forward(x, residual, batch_of(case.num_real, dispatcher), norm)
     return Outcome(x, dispatcher.num_pairs, dispatcher.load, parallel.meter.rounds, parallel.meter.bytes)
 
 

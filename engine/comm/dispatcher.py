@@ -108,6 +108,7 @@ class TokenDispatcher(Protocol):
 DISPATCHERS: dict[str, tuple[str, str]] = {
     "reference": ("engine.comm.dispatch_reference", "ReferenceDispatcher"),
     "allreduce": ("engine.comm.dispatch_reference", "AllReduceDispatcher"),
+    "nccl_agrs": ("engine.comm.dispatch_nccl", "GatherScatterDispatcher"),
     "nccl_a2a": ("engine.comm.dispatch_nccl", "AllToAllDispatcher"),
 }
 """Name -> (module, class), imported where it is asked for."""
