@@ -110,6 +110,8 @@ DISPATCHERS: dict[str, tuple[str, str]] = {
     "allreduce": ("engine.comm.dispatch_reference", "AllReduceDispatcher"),
     "nccl_agrs": ("engine.comm.dispatch_nccl", "GatherScatterDispatcher"),
     "nccl_a2a": ("engine.comm.dispatch_nccl", "AllToAllDispatcher"),
+    "deepep": ("engine.comm.dispatch_deepep", "DeepEpDispatcher"),
+    "nccl_ep": ("engine.comm.dispatch_nccl_ep", "NcclEpDispatcher"),
 }
 """Name -> (module, class), imported where it is asked for."""
 
