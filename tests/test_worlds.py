@@ -21,7 +21,7 @@ from tests import oracle
 from tests.checkpoints import SMALL, TRUE_HEADS, WIDE, build_checkpoint, scaled
 
 ROOT = Path(__file__).resolve().parent.parent
-DISPATCHERS = ("reference", "allreduce", "nccl_a2a")
+DISPATCHERS = ("reference", "allreduce", "nccl_agrs", "nccl_a2a")
 GROUP_SIZE = 32
 NUM_TOKENS = 24
 
@@ -64,7 +64,7 @@ def worlds(num_heads: int, num_experts: int, expert_width: int) -> list[World]:
 TRUE_WORLDS = worlds(8, 16, 256)
 TINY_WORLDS = worlds(8, 32, 128)
 QUICK_TRUE = {World(2, 1, "allreduce"), World(2, 2, "nccl_a2a"), World(4, 2, "reference"), World(8, 8, "nccl_a2a")}
-QUICK_TINY = {World(2, 2, "reference"), World(4, 2, "nccl_a2a")}
+QUICK_TINY = {World(2, 2, "reference"), World(4, 2, "nccl_a2a"), World(2, 2, "nccl_agrs")}
 
 
 def cases(every: list[World], quick: set[World]):

@@ -50,8 +50,16 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in ("model", "json")}
 
 
-def build_runner(config: EngineConfig, num_blocks: int, longest: int, max_num_seqs: int = 1) -> ModelRunner:
-    """The share with a cache of at least `num_blocks` blocks beside block 0, filled with random numbers."""
+def build_runner(
+    config: EngineConfig,
+    num_blocks: int,
+    longest: int,
+    max_num_seqs: int = 1,
+    parallel: ParallelState | None = None,
+) -> ModelRunner:
+    """The share with a cache of at least `num_blocks` blocks beside block 0, filled with random numbers.
+
+    With `parallel` it is a real rank, one of several that all build theirs."""
     files = ModelFiles.read(config)
     model = files.model_config
     if longest > model.max_position_embeddings:
@@ -66,13 +74,17 @@ def build_runner(config: EngineConfig, num_blocks: int, longest: int, max_num_se
             "max_num_seqs": max(max_num_seqs, -(-num_blocks * BLOCK_SIZE // longest)),
         }
     )
+    runner = ModelRunner(config, files, parallel or _alone(config))
+    generator = torch.Generator(runner.parallel.device).manual_seed(config.seed)
+    runner.caches.normal_(generator=generator)
+    return runner
+
+
+def _alone(config: EngineConfig) -> ParallelState:
     device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    runner = ModelRunner(config, files, ParallelState(device=device, **config.placement()))
-    generator = torch.Generator(device).manual_seed(config.seed)
-    runner.caches.normal_(generator=generator)
-    return runner
+    return ParallelState(device=device, **config.placement())
 
 
 def sizes(runner: ModelRunner) -> ShareSizes:

@@ -165,6 +165,10 @@ class DispatcherChoice:
             lines.append(f"{size:>6}" + "".join(f"{cell:>{width}}" for cell in cells))
         return "\n".join(lines)
 
+    def failure(self) -> str | None:
+        """What a kernel of theirs has waited for in vain, if one has."""
+        return next(filter(None, (one.failure() for one in self._built.values())), None)
+
     def close(self) -> None:
         for one in self._built.values():
             one.close()

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from engine.comm.parallel_state import ParallelState
+from engine.kernels.reference import add_parts
 
-# torch 2.13 renamed it; 2.11 has the old name alone.
+# torch 2.13 renamed them; 2.11 has the old names alone.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
@@ -47,6 +49,21 @@ def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor
 def are_capturable(parallel: ParallelState) -> bool:
     """Whether the collectives above may be captured in a CUDA graph: NCCL's may, and none needs no more."""
     return parallel.is_alone or (parallel.device.type == "cuda" and dist.get_backend(parallel.group) == "nccl")
+
+
+def reduce_scatter(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
+    """Row r of the sum of all ranks' x_P goes to rank r, in x_P's type. Returns (own row, bytes sent: a ring's).
+
+    Without NCCL it is an all-to-all whose parts are added in rank order: gloo's own reduces whole tensors.
+    """
+    if parallel.is_alone:
+        return x_P[0], 0
+    if x_P.device.type != "cuda":
+        received_P, sent = all_to_all(x_P, parallel)
+        return add_parts(received_P).to(x_P.dtype), sent
+    out = torch.empty_like(x_P[0])
+    _reduce_scatter_single(out, x_P.flatten(0, 1).contiguous(), group=parallel.group)
+    return out, (parallel.tp - 1) * x_P.nbytes // parallel.tp
 
 
 def agree_on_minimum(value: int, parallel: ParallelState) -> int:

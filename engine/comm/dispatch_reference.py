@@ -14,6 +14,7 @@ from engine.comm import meter
 from engine.comm.collectives import all_gather, all_reduce, are_capturable
 from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState
+from engine.comm.parts import whole
 from engine.kernels.reference import add_parts
 
 
@@ -36,6 +37,9 @@ class ReferenceDispatcher:
     def close(self) -> None:
         pass
 
+    def failure(self) -> str | None:
+        return None
+
     def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
         return num_tokens_1
 
@@ -45,7 +49,7 @@ class ReferenceDispatcher:
     def reduce(
         self, partial_TD: torch.Tensor, residual_TD: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm.add(self._sum(partial_TD, meter.ATTENTION_REDUCE, residual_TD.dtype), residual_TD)
+        return self._add(partial_TD, residual_TD, norm, meter.ATTENTION_REDUCE)
 
     def dispatch(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         self.parallel.meter.count(meter.MOE_DISPATCH, 0)
@@ -63,15 +67,21 @@ class ReferenceDispatcher:
         shared_TD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if shared_TD is not None:
-            partial_TD = _whole(partial_TD) + shared_TD
-        return norm.add(self._sum(partial_TD, meter.MOE_COMBINE, residual_TD.dtype), residual_TD)
+            partial_TD = whole(partial_TD) + shared_TD
+        return self._add(partial_TD, residual_TD, norm, meter.MOE_COMBINE)
+
+    def _add(
+        self, partial: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over ranks, residual, norm: what a round of this kind ends in."""
+        return norm.add(self._sum(partial, kind, residual_TD.dtype), residual_TD)
 
     def _sum(self, partial: torch.Tensor, kind: str, sent_as: torch.dtype) -> torch.Tensor:
         """The partials of all ranks added up; those of one rank are left as they are, in parts or not."""
         if self.parallel.is_alone:
             self.parallel.meter.count(kind, 0)
             return partial
-        return self._sum_ranks(_whole(partial).to(sent_as), kind)
+        return self._sum_ranks(whole(partial, sent_as), kind)
 
     def _sum_ranks(self, partial_TD: torch.Tensor, kind: str) -> torch.Tensor:
         stack_PTD, sent = all_gather(partial_TD, self.parallel)
@@ -89,7 +99,3 @@ class AllReduceDispatcher(ReferenceDispatcher):
         summed_TD, sent = all_reduce(partial_TD.contiguous(), self.parallel)
         self.parallel.meter.count(meter.MOE_ALL_REDUCE if kind == meter.MOE_COMBINE else kind, sent)
         return summed_TD
-
-
-def _whole(partial: torch.Tensor) -> torch.Tensor:
-    return add_parts(partial) if partial.dim() == 3 else partial

@@ -19,7 +19,10 @@ from engine.comm.parallel_state import ParallelState
 
 
 class Norm(Protocol):
-    """The norm that ends a round."""
+    """The norm that ends a round. weight [D] and eps: for dispatchers that apply it in a kernel of their own."""
+
+    weight: torch.Tensor
+    eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -70,6 +73,9 @@ class TokenDispatcher(Protocol):
     def close(self) -> None:
         """Gives back what it holds; every rank calls it, after the last verb."""
 
+    def failure(self) -> str | None:
+        """What a kernel of its own has waited for in vain, if one has; does not wait for the device."""
+
     def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
         """int32 [1]: how many of the rows this rank holds between the verbs are no padding, where the first
         num_tokens_1 of all rows are none."""
@@ -108,7 +114,13 @@ class TokenDispatcher(Protocol):
 DISPATCHERS: dict[str, tuple[str, str]] = {
     "reference": ("engine.comm.dispatch_reference", "ReferenceDispatcher"),
     "allreduce": ("engine.comm.dispatch_reference", "AllReduceDispatcher"),
+    "nccl_agrs": ("engine.comm.dispatch_nccl", "GatherScatterDispatcher"),
     "nccl_a2a": ("engine.comm.dispatch_nccl", "AllToAllDispatcher"),
+    "symm_replicated": ("engine.comm.dispatch_symm", "SymmReplicatedDispatcher"),
+    "symm_scatter": ("engine.comm.dispatch_symm", "SymmScatterDispatcher"),
+    "symm_sharded": ("engine.comm.dispatch_symm_sharded", "SymmShardedDispatcher"),
+    "deepep": ("engine.comm.dispatch_deepep", "DeepEpDispatcher"),
+    "nccl_ep": ("engine.comm.dispatch_nccl_ep", "NcclEpDispatcher"),
 }
 """Name -> (module, class), imported where it is asked for."""
 

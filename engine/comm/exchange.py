@@ -64,12 +64,13 @@ class Exchange:
         shape = self._shape(capacity)
         return self._open(shape, shape.one_shot_bytes, 3 * self.parallel.tp * capacity)
 
-    def two_shot_channel(self):
-        shape = self._shape(min(_round_up(self.limits.max_tokens, self.parallel.tp), _TWO_SHOT_ROWS))
+    def two_shot_channel(self, capacity: int | None = None):
+        capacity = capacity or min(self.limits.max_tokens, _TWO_SHOT_ROWS)
+        shape = self._shape(_round_up(capacity, self.parallel.tp))
         return self._open(shape, shape.two_shot_bytes, 6 * shape.capacity)
 
-    def dispatch_channel(self):
-        shape = self._shape(min(_round_up(self.limits.max_tokens, self.parallel.tp), _TWO_SHOT_ROWS))
+    def dispatch_channel(self, capacity: int):
+        shape = self._shape(_round_up(capacity, self.parallel.tp))
         return self._open(shape, shape.dispatch_bytes, 3 * shape.capacity, 3 * shape.capacity * shape.top_k)
 
     def _shape(self, capacity: int):

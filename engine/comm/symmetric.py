@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from engine.comm.dispatcher import DispatchLimits
 from engine.comm.parallel_state import ParallelState
+from engine.comm.peers import peer_obstacle
 
 WAIT_SECONDS = 15.0  # for a rank that is late, before a kernel gives up and the engine stops
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,20 +26,7 @@ def obstacle(parallel: ParallelState, limits: DispatchLimits) -> str | None:
         return f"needs 2, 4, 8, 16 or {_MOST_RANKS} ranks, not {parallel.tp}"
     if limits.dtype not in _DTYPES:
         return f"exchanges bfloat16, float16 or float32, not {limits.dtype}"
-    if parallel.tp > torch.cuda.device_count():
-        return f"needs all {parallel.tp} ranks on one host, which has {torch.cuda.device_count()} GPUs"
-    return _peer_obstacle(parallel.tp)
-
-
-def _peer_obstacle(num_devices: int) -> str | None:
-    for a in range(num_devices):
-        for b in range(num_devices):
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return (
-                    f"needs peer access, which GPU {a} has not to GPU {b}; look at `nvidia-smi topo -p2p w` and at the "
-                    "driver's and the IOMMU's settings"
-                )
-    return None
+    return peer_obstacle(parallel)
 
 
 class PeerMemory:

@@ -131,7 +131,7 @@ class _Rounds:
     def _routing(self, limits: DispatchLimits, num_held_1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids counted in local_experts, -1 elsewhere and for padding; equal weights. All ranks route a row that all
         hold alike."""
-        held, top_k = self._residual_tD.shape[0], limits.top_k
+        held, top_k = self._x_tD.shape[0], limits.top_k
         generator = self._own if self._dispatcher.shards_tokens else self._same
         scores_tE = torch.rand(held, limits.num_experts, generator=generator, device=self._device)
         ids_tK = local_ids(scores_tE.topk(top_k).indices, self._dispatcher.local_experts, num_held_1)

@@ -57,7 +57,7 @@ def on_one_gpu() -> list[list[int]]:
     return tokens()
 
 
-@pytest.mark.parametrize("moe_comm", ["reference", "allreduce", "nccl_a2a"])
+@pytest.mark.parametrize("moe_comm", ["reference", "allreduce", "nccl_agrs", "nccl_a2a"])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_tokens_equal_one_gpu(on_one_gpu, moe_comm, ep):
     assert tokens(tp=2, ep=ep, moe_comm=moe_comm) == on_one_gpu
@@ -68,7 +68,10 @@ def scores_on_one_gpu() -> torch.Tensor:
     return scores()
 
 
-@pytest.mark.parametrize(("moe_comm", "ep"), [("allreduce", 2), ("reference", 2), ("nccl_a2a", 2), ("allreduce", 1)])
+@pytest.mark.parametrize(
+    ("moe_comm", "ep"),
+    [("allreduce", 2), ("reference", 2), ("nccl_agrs", 2), ("nccl_a2a", 2), ("allreduce", 1)],
+)
 def test_bfloat16_scores_stay_within_rounding_of_one_gpu(scores_on_one_gpu, moe_comm, ep):
     """The kernels' parts, packed experts and local ids through every dispatcher."""
     error = (scores(tp=2, ep=ep, moe_comm=moe_comm) - scores_on_one_gpu).abs()

@@ -47,6 +47,16 @@ def add_norm_kernel(
     tl.store(out_ptr + row * D + d, normalized(residual.to(tl.float32), weight, D, eps), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def sum_parts_kernel(parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pdl.wait(PDL)
+    total = tl.load(parts_ptr + i, mask=i < count, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + part * count.to(tl.int64) + i, mask=i < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < count)
+
+
 @triton.jit
 def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -84,6 +94,15 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
         gate_up_TI, out_TI, width, BLOCK=1024, **pdl.launch_options(gate_up_TI.device)
     )
     return out_TI
+
+
+def sum_parts(parts_PTD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[T, D] in `dtype`: the parts, of any float type, added in order in float32."""
+    out_TD = torch.empty(parts_PTD.shape[1:], dtype=dtype, device=parts_PTD.device)
+    sum_parts_kernel[(triton.cdiv(out_TD.numel(), 1024),)](
+        parts_PTD, out_TD, out_TD.numel(), PARTS=parts_PTD.shape[0], BLOCK=1024, **pdl.launch_options(out_TD.device)
+    )
+    return out_TD
 
 
 def add_norm(
@@ -142,5 +161,12 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         ("add_norm 4", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 4}, warps),
         ("add_norm 9", add_norm_kernel, rows | {"partial_ptr": "*bf16"}, row | {"PARTS": 9}, {"num_warps": 16}),
         ("rms_norm", rms_norm_kernel, one, row, warps),
+        (
+            "sum_parts",
+            sum_parts_kernel,
+            {"parts_ptr": "*fp32", "out_ptr": "*bf16", "count": "i32"},
+            {"PARTS": 4, "BLOCK": 1024} | pdl_on,
+            {},
+        ),
         ("silu_mul", silu_mul_kernel, gate_up, {"BLOCK": 1024} | pdl_on, {}),
     ]

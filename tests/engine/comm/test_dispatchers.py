@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
+from engine.comm.dispatcher import dispatcher_class
 from engine.comm.parallel_state import ParallelState
-from tests.dispatch_world import NUM_DENSE, NUM_LAYERS, NUM_MOE, TOP, WIDTH, Case, Outcome, run, run_world
+from tests.dispatch_world import NUM_DENSE, NUM_LAYERS, NUM_MOE, PLAIN, TOP, WIDTH, Case, Outcome, run, run_world
 
 WORLDS = (2, 4)
 MANY = 2304
@@ -18,9 +18,10 @@ MANY = 2304
 def cases_of(tp: int) -> list[Case]:
     eps = [ep for ep in range(1, tp + 1) if tp % ep == 0]
     sizes = [(t, routing) for t in (1, 3, 8, 17) for routing in ("any", "few")]
-    cases = [Case(name, ep, t, routing) for name in DISPATCHERS for ep in eps for t, routing in sizes]
-    cases += [Case(name, tp, MANY, "few") for name in DISPATCHERS]
-    return cases + [Case(name, tp, 5, "any", torch.bfloat16) for name in DISPATCHERS]
+    cases = [Case(name, ep, t, routing) for name in PLAIN for ep in eps for t, routing in sizes]
+    cases += [Case(name, tp, MANY, "few") for name in PLAIN]
+    cases += [Case(name, ep, 8, padding=padding) for name in PLAIN for ep in eps for padding in (5, 7)]
+    return cases + [Case(name, tp, 5, "any", torch.bfloat16) for name in PLAIN]
 
 
 @functools.cache
@@ -42,7 +43,8 @@ def test_all_ranks_compute_what_one_rank_does(world):
         bound = 1e-4 if case.dtype == torch.float32 else 0.1
         for outcome in outcomes:
             assert outcome.x.shape == (case.num_tokens, WIDTH)
-            assert torch.allclose(outcome.x.float(), expected.x.float(), atol=bound), case
+            real = slice(0, case.num_real)
+            assert torch.allclose(outcome.x[real].float(), expected.x[real].float(), atol=bound), case
 
 
 def test_all_ranks_hold_the_same_bits(world):
@@ -52,11 +54,11 @@ def test_all_ranks_hold_the_same_bits(world):
 
 
 def test_no_row_is_lost_or_computed_twice(world):
-    """Each (row, expert) pair comes to the ranks of exactly one group, however uneven the routing."""
+    """Each (row, expert) pair comes to the ranks of exactly one group, however uneven the routing; no padding does."""
     tp, results = world
     for case, outcomes in results:
         pairs = sum(o.num_pairs for o in outcomes)
-        assert pairs == case.num_tokens * TOP * NUM_MOE * (tp // case.ep), case
+        assert pairs == case.num_real * TOP * NUM_MOE * (tp // case.ep), case
 
 
 def test_the_uneven_cases_are_uneven():
@@ -83,16 +85,18 @@ def test_bytes_by_kind(world):
         share = -(-case.num_tokens // tp)
         whole = (tp - 1) * case.num_tokens * row
         part = (tp - 1) * share * row
-        reduce = {"reference": whole, "allreduce": 2 * whole // tp, "nccl_a2a": part}[case.dispatcher]
-        combine = {"reference": whole, "allreduce": 2 * whole // tp, "nccl_a2a": 2 * part}[case.dispatcher]
-        dispatch = (tp - 1) * share * (row + 8 * TOP) if case.dispatcher == "nccl_a2a" else 0
+        replicated = {"reference": (whole, 0, whole), "allreduce": (2 * whole // tp, 0, 2 * whole // tp)}
+        sharded = (part, (tp - 1) * share * (row + 8 * TOP), 2 * part)
+        replicated |= {"symm_replicated": (whole, 0, whole), "symm_scatter": (2 * part, 0, 2 * part)}
+        by_name = replicated | dict.fromkeys(("nccl_agrs", "nccl_a2a", "symm_sharded"), sharded)
+        reduce, dispatch, combine = by_name[case.dispatcher]
         for outcome in outcomes:
             assert outcome.bytes["attention_reduce"] == NUM_LAYERS * reduce, case
             assert outcome.bytes["moe_combine"] + outcome.bytes["moe_all_reduce"] == NUM_LAYERS * combine, case
             assert outcome.bytes["moe_dispatch"] == NUM_MOE * dispatch, case
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_one_rank_sends_nothing(name, num_tokens):
     with torch.inference_mode():

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, build
+from engine.comm.dispatcher import DispatchLimits, build
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.quant import FloatExperts
-from tests.dispatch_world import batch_of, norm, shared_down
+from tests.dispatch_world import PLAIN, batch_of, norm, shared_down
 
 WIDTH, INNER, EXPERTS, TOP = 16, 24, 6, 2
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def rows(count: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("sums_shared", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_experts_and_shared_expert_and_residual(name, shared, sums_shared):
     parallel = ParallelState()
     router = make_router(shared=shared)
@@ -67,7 +67,7 @@ def test_experts_and_shared_expert_and_residual(name, shared, sums_shared):
     assert torch.allclose(after, expected, atol=1e-4) and torch.allclose(got, norm(expected), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_dense_layer_takes_the_same_way(name):
     mlp = fill(DenseFeedForward(WIDTH, INNER, ParallelState(), torch.float32, KERNELS))
     dispatcher = build(name, ParallelState(), LIMITS)
