@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.bench.virtual_world import VirtualWorld
 from engine.kernels.gpu import channel as ch
-from engine.kernels.gpu.channel import Alarm, Channel, Shape
+from engine.kernels.gpu.channel import Shape
 from engine.kernels.reference import add_norm, add_parts, local_ids
 
 EPS = 1e-5
@@ -31,27 +32,14 @@ class World:
     limit_seconds: float = 5.0
 
     def __post_init__(self):
-        self.shape = Shape(self.ranks, self.capacity, self.width, self.dtype, self.top_k)
+        shape = Shape(self.ranks, self.capacity, self.width, self.dtype, self.top_k)
+        world = VirtualWorld(shape, torch.device(self.device), self.limit_seconds)
+        self.memory, self.alarm = world.memory, world.alarm
+        self.once, self.twice, self.local, self.back, self.out = (
+            world.once, world.twice, world.local, world.back, world.out
+        )  # fmt: skip
         self.generator = torch.Generator(self.device).manual_seed(7)
-        self.memory = []
-        self.alarm = Alarm.on(torch.device(self.device), self.ranks, self.ranks)
-        rows = ch.SETS * self.capacity
-        self.once = self._channel(self.shape.one_shot_bytes, rows * self.ranks)
-        self.twice = self._channel(self.shape.two_shot_bytes, 2 * rows)
-        self.local = self._channel(self.shape.two_shot_bytes, 2 * rows)
-        self.back = self._channel(self.shape.two_shot_bytes, 2 * rows)
-        self.out = self._channel(self.shape.dispatch_bytes, rows, rows * self.top_k)
         self.weight = self.draw(self.width).to(self.dtype)
-
-    def _channel(self, num_bytes: int, num_rows: int, num_notes: int = 0) -> Channel:
-        memory = torch.empty(self.ranks, -(-num_bytes // 16) * 16, dtype=torch.uint8, device=self.device)
-        for one in memory:
-            self.shape.mark(one[:num_bytes], num_rows, num_notes)
-        self.memory.append(memory)
-        addresses = torch.tensor([one.data_ptr() for one in memory], device=self.device)
-        return Channel.over(
-            self.shape, addresses.repeat(self.ranks, 1), self.alarm, first_rank=0, limit_seconds=self.limit_seconds
-        )
 
     def draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.device)

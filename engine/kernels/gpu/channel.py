@@ -249,3 +249,32 @@ def combine(
         CAPACITY=channel.shape.capacity, PHASES=phases, **channel.constants(),
     )  # fmt: skip
     return x_TD, new_tD
+
+
+def compile_cases(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constants, options) at K2.5's width, 8 and 2 ranks."""
+    pointers = dict.fromkeys(("peers_ptr", "squares_ptr"), "*i64") | dict.fromkeys(
+        ("state_ptr", "failed_ptr", "alarm_ptr", "local_ids_ptr", "ids_ptr", "out_ids_ptr"), "*i32"
+    )
+    rows = ("residual_ptr", "weight_ptr", "out_ptr", "new_residual_ptr", "x_ptr", "shared_ptr")
+    numbers = dict.fromkeys(("num_rows", "share", "first_rank"), "i32") | {"limit_ns": "i64", "eps": "fp32"}
+    known = pointers | numbers | dict.fromkeys(rows, "*bf16")
+    known |= dict.fromkeys(("weights_ptr", "out_weights_ptr"), "*fp32")
+    cases = []
+    for ranks, parts, part_type in ((8, 4, "*fp32"), (2, 9, "*bf16")):
+        constants = {
+            "D": 7168, "BLOCK": 1024, "CHUNKS": 7, "WIDE": 8, "P": ranks, "PARTS": parts, "CAPACITY": 128, "MOST": 528,
+            "PHASES": ALL_PHASES, "ASM": True, "PDL": capability >= (9, 0), "LOCAL": False, "K": 8, "WIDE_K": 8,
+            "GROUP": 1, "EXPERTS": 384 // ranks, "SHARE": 128 // ranks, "SHARED": True,
+        }  # fmt: skip
+        for kernel in (
+            exchange.one_shot_kernel,
+            exchange.two_shot_kernel,
+            exchange_sharded.dispatch_kernel,
+            exchange_sharded.combine_kernel,
+        ):
+            signature = known | {"partial_ptr": part_type}
+            arguments = {name: signature[name] for name in kernel.arg_names if name in signature}
+            own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            cases.append((f"{kernel.__name__} {ranks}", kernel, arguments, own, {"num_warps": WARPS}))
+    return cases

@@ -115,7 +115,7 @@ def load_rows(pointer, stride, d, inside, sources, P: tl.constexpr, dtype: tl.co
     for r in tl.static_range(P):
         expected = inside & (((sources >> r) & 1) != 0)
         row = tl.load(pointer + r * stride + d, mask=expected, other=0, volatile=True)
-        rows = (*rows, row)
+        rows = rows + (row,)  # noqa: RUF005 (the compiler knows no starred tuple)
     seen = rows[0] == mark
     for r in tl.static_range(1, P):
         seen = seen | (rows[r] == mark)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,12 @@ def test_dispatch_and_combine(ranks, width, group, top_k):
 
 
 @interpreted
-def test_a_rank_that_sends_nothing_is_named():
-    """Only rank 0 and 1 of three run; the others' places keep their marks."""
+def test_ranks_that_send_nothing_are_named_and_later_waits_end():
+    """Two of four ranks run."""
     several = world(4, 24)
-    several.once.addresses_VP[2:] = several.once.addresses_VP[:1] + several.memory[0].numel()
+    two = replace(several.once, addresses_VP=several.once.addresses_VP[:2])
+    partial, residual = several.draw(2, 1, 3, 24), several.draw(2, 3, 24)
+    out = torch.empty_like(residual), torch.empty_like(residual)
+    virtual.launch(virtual.ch.one_shot, "cpu", out, partial, residual, several.weight, virtual.EPS, two)
+    assert several.alarm.late_VP.tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0] * 4, [0] * 4]
+    assert several.alarm.failed_V.tolist() == [1, 1, 0, 0]

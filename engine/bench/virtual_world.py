@@ -1,0 +1,52 @@
+"""All ranks of a world on one device: P sets of memory side by side, which the exchange kernels reach by the same
+pointers as they would a peer's, and which one launch can serve for all ranks.
+
+It shows what the kernels cost and whether they are right; of links it shows nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.kernels.gpu.channel import SETS, Alarm, Channel, Shape
+
+
+class VirtualWorld:
+    """Channels of P ranks: `once` and `twice` for replicated rows; `local`, `out` and `back` for sharded ones."""
+
+    def __init__(self, shape: Shape, device: torch.device, limit_seconds: float = 5.0):
+        self.shape, self.device, self.limit_seconds = shape, device, limit_seconds
+        self.memory: list[torch.Tensor] = []
+        self.alarm = Alarm.on(device, shape.ranks, shape.ranks)
+        rows = SETS * shape.capacity
+        self.once = self._channel(shape.one_shot_bytes, rows * shape.ranks)
+        self.twice = self._channel(shape.two_shot_bytes, 2 * rows)
+        self.local = self._channel(shape.two_shot_bytes, 2 * rows)
+        self.back = self._channel(shape.two_shot_bytes, 2 * rows)
+        self.out = self._channel(shape.dispatch_bytes, rows, rows * shape.top_k)
+
+    def _channel(self, num_bytes: int, num_rows: int, num_notes: int = 0) -> Channel:
+        memory = torch.empty(self.shape.ranks, -(-num_bytes // 16) * 16, dtype=torch.uint8, device=self.device)
+        for one in memory:
+            self.shape.mark(one[:num_bytes], num_rows, num_notes)
+        self.memory.append(memory)
+        addresses = torch.tensor([one.data_ptr() for one in memory], device=self.device)
+        everyone = addresses.repeat(self.shape.ranks, 1)
+        return Channel.over(self.shape, everyone, self.alarm, first_rank=0, limit_seconds=self.limit_seconds)
+
+
+def ranks_of(channel: Channel) -> list[Channel]:
+    """Each virtual rank's channel by itself, for a launch of its own; they share what they hold with `channel`."""
+    return [
+        replace(
+            channel,
+            addresses_VP=channel.addresses_VP[rank : rank + 1],
+            state=channel.state[rank : rank + 1],
+            squares=channel.squares[rank : rank + 1],
+            alarm=Alarm(channel.alarm.failed_V[rank : rank + 1], channel.alarm.late_VP[rank : rank + 1]),
+            first_rank=rank,
+        )
+        for rank in range(channel.shape.ranks)
+    ]

@@ -1,0 +1,124 @@
+"""Exchange kernels of all ranks of a world on one GPU, at K2.5's width: right, alike on all ranks, in graphs, for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from engine.bench.virtual_world import ranks_of
+from engine.kernels.gpu.delay import delay
+from tests import virtual_ranks as virtual
+
+pytestmark = pytest.mark.gpu
+WIDTH = 7168
+REPLAYS = 100_000
+
+
+def world(ranks: int, capacity: int = 64, dtype=torch.bfloat16, **settings) -> virtual.World:
+    return virtual.World(ranks, capacity, WIDTH, dtype, "cuda", **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_of_replicated_rows(ranks, dtype):
+    """Residuals to the bit; both ways give the same bits."""
+    one, two = world(ranks, dtype=dtype), world(ranks, dtype=dtype)
+    for num_rows, parts in ((1, 1), (64, 4), (2, 9), (1, 1), (ranks + 1, 2), (33, 1), (3, 4), (1, 1), (1, 1)):
+        x = virtual.check_one_shot(one, num_rows, parts)
+        assert torch.equal(x, virtual.check_two_shot(two, num_rows, parts))
+        virtual.check_two_shot(one, num_rows, parts, gather=False)
+    virtual.check_no_mark_is_missing(one)
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(2, 1), (4, 1), (8, 1), (8, 4), (4, 2), (2, 2)])
+def test_dispatch_and_combine(ranks, group):
+    several = world(ranks, experts=384 * group // ranks, group=group)
+    for num_rows, routing in (
+        (1, "any"),
+        (64, "any"),
+        (1, "none"),
+        (ranks + 1, "some"),
+        (64, "few"),
+        (3, "any"),
+        (16, "any"),
+    ):
+        virtual.check_dispatch_and_combine(several, num_rows, routing, 1 + num_rows % 2, num_rows != 3)
+
+
+def test_a_rank_that_sends_nothing_is_named_in_time():
+    several = world(4, limit_seconds=0.2)
+    ranks = ranks_of(several.once)[:3]
+    partial, residual = several.draw(3, 2, WIDTH), several.draw(3, 2, WIDTH).bfloat16()
+    streams = [torch.cuda.Stream() for _ in ranks]
+    torch.cuda.synchronize()
+    for channel, stream, p, r in zip(ranks, streams, partial, residual, strict=True):
+        with torch.cuda.stream(stream):
+            for _ in range(100):  # the first waits, the others do not
+                virtual.ch.one_shot(p, r, several.weight, virtual.EPS, channel)
+    torch.cuda.synchronize()
+    assert several.alarm.late_VP[:3].tolist() == [[0, 0, 0, 1]] * 3
+
+
+class Soak:
+    """Rounds of `num_rows` rows in one graph, each rank a stream of its own that starts late by what `lateness` says,
+    checked on the device against the sum that one rank computes."""
+
+    def __init__(self, several: virtual.World, num_rows: int, kind: str, lateness: torch.Tensor, wrong: torch.Tensor):
+        self.several, self.num_rows, self.kind = several, num_rows, kind
+        self.lateness, self.wrong = lateness, wrong
+        ranks, share = several.ranks, -(-num_rows // several.ranks)
+        self.share = share
+        self.partial = torch.zeros(ranks, 1, num_rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+        self.residual = torch.zeros(num_rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+        self.graph = torch.cuda.CUDAGraph()
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        self.step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.step()
+
+    def step(self) -> None:
+        self.partial.uniform_(-1, 1)
+        self.residual.uniform_(-1, 1)
+        main = torch.cuda.current_stream()
+        results = []
+        for rank, stream in enumerate(self.streams):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                delay(self.lateness[rank : rank + 1])
+                results.append(self.rank(rank))
+        for stream in self.streams:
+            main.wait_stream(stream)
+        expected = self.residual + virtual.expected_sum(self.partial, torch.bfloat16).bfloat16()
+        for rank, (x, new) in enumerate(results):
+            own = expected if self.kind == "once" else expected[rank * self.share : (rank + 1) * self.share]
+            self.wrong += (new[: own.shape[0]] != own).sum() + (x != results[0][0]).sum()
+
+    def rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        several = self.several
+        if self.kind == "once":
+            channel = ranks_of(several.once)[rank]
+            return virtual.ch.one_shot(self.partial[rank], self.residual, several.weight, virtual.EPS, channel)
+        own = several.shares(self.residual, self.share)[rank].contiguous()
+        channel = ranks_of(several.twice)[rank]
+        return virtual.ch.two_shot(self.partial[rank], own, several.weight, virtual.EPS, channel, self.num_rows)
+
+
+@pytest.mark.parametrize("kind", ["once", "twice"])
+def test_many_replays_of_random_sizes_with_late_ranks(kind, record_property):
+    """No wrong sum, no wait in vain, no mark left over."""
+    several = world(4, 16)
+    lateness = torch.zeros(4, dtype=torch.int64, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    soaks = [Soak(several, num_rows, kind, lateness, wrong) for num_rows in (1, 2, 5, 16)]
+    choose = random.Random(3)
+    for _ in range(REPLAYS):
+        if choose.random() < 0.5:
+            lateness.random_(0, 8000)
+        choose.choice(soaks).graph.replay()
+    torch.cuda.synchronize()
+    several.check()
+    assert wrong.item() == 0
