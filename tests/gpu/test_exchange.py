@@ -1,4 +1,4 @@
-"""Exchange kernels of all ranks of a world on one GPU, at K2.5's width: right, alike on all ranks, in graphs, for ever."""
+"""Exchange kernels of all ranks of a world on one GPU, at K2.5's width: right, alike on all ranks, in graphs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def holders(ids, P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr):
     """Bit set of the ranks that hold one of a row's experts."""
     ranks = tl.full((), 0, tl.int32)
     for p in tl.static_range(P):
-        first: tl.constexpr = p // GROUP * EXPERTS
+        first = p // GROUP * EXPERTS
         here = tl.max(((ids >= first) & (ids < first + EXPERTS)).to(tl.int32), 0)
         ranks = ranks | (here << p)
     return ranks
@@ -94,7 +94,7 @@ def dispatch_kernel(
             weights = tl.load(weights_ptr + (own + row) * K + k, mask=k < K, other=0.0)
             high = weights.to(tl.int32, bitcast=True).to(tl.int64) << 32
             for p in tl.static_range(P):
-                first: tl.constexpr = p // GROUP * EXPERTS
+                first = p // GROUP * EXPERTS
                 theirs = peer.address(peers_ptr, p, dtype)
                 place = (this + rank) * stride + row * D
                 tl.store(theirs + place + d, bits, mask=(d < D) & (((wanted >> p) & 1) != 0))
