@@ -19,6 +19,7 @@ from engine.kernels.gpu.peer import ALL_PHASES
 SETS = 3
 CHUNK = 1024  # columns of a row that a program works on
 WARPS = 4
+REGISTERS = 128  # a thread; so many leave room for PROGRAMS on a multiprocessor of 65,536
 PROGRAMS = 4  # a multiprocessor; all programs of a launch run at a time, since they wait for each other
 
 
@@ -129,6 +130,7 @@ class Channel:
             "MOST": self.state.shape[2],
             "ASM": self.state.is_cuda,
             "num_warps": WARPS,
+            "maxnreg": REGISTERS,
             **launch_options(self.state.device),
         }
 
@@ -276,5 +278,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
             signature = known | {"partial_ptr": part_type}
             arguments = {name: signature[name] for name in kernel.arg_names if name in signature}
             own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            cases.append((f"{kernel.__name__} {ranks}", kernel, arguments, own, {"num_warps": WARPS}))
+            cases.append(
+                (f"{kernel.__name__} {ranks}", kernel, arguments, own, {"num_warps": WARPS, "maxnreg": REGISTERS})
+            )
     return cases

@@ -1,6 +1,9 @@
 """Sum over ranks, residual and RMSNorm in one kernel, which also carries the rows: once straight to everyone, or by way
 of each row's owner.
 
+Program (i, v) works for rank first_rank + v on chunk i % CHUNKS of the rows i // CHUNKS, and so many further on; the
+programs of a launch all run at a time. Constants that hold for all of a kernel's life are read before `pdl.wait`.
+
 Shape letters: T rows, t rows of this rank, D width, S parts of this rank's sum, P ranks, V ranks of a launch.
 """
 
@@ -23,51 +26,49 @@ def one_shot_kernel(
 ):  # fmt: skip
     """Every rank sends its row to every rank, and all of them add the P rows up.
 
-    A rank's memory: rows [SETS, P senders, CAPACITY, D]. Program (i, v) works on the chunks i, i + grid, ... of all
-    rows for rank first_rank + v.
+    A rank's memory: rows [SETS, P senders, CAPACITY, D].
     """
     v = tl.program_id(1).to(tl.int64)
     rank = first_rank + v
-    whole = v * num_rows * D
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    peers_ptr, state_ptr, failed_ptr, alarm_ptr = (
-        peers_ptr + v * P,
-        state_ptr + v * 2 * MOST,
-        failed_ptr + v,
-        alarm_ptr + v * P,
-    )
+    peers_ptr, state_ptr, failed_ptr, alarm_ptr = peer.of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P, MOST)
+    whole = v * num_rows * D
+    partial_ptr, residual_ptr = partial_ptr + whole * PARTS, residual_ptr + whole
+    out_ptr, new_residual_ptr = out_ptr + whole, new_residual_ptr + whole
     squares_ptr += v * CAPACITY * WIDE
-    column = tl.arange(0, BLOCK)
-    num_items, stride = num_rows * CHUNKS, CAPACITY * D
+    chunk, first, step = peer.portion(CHUNKS)
+    d = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside, stride = d < D, CAPACITY * D
+    peers = peer.addresses(peers_ptr, P)
+    mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     place = peer.set_of(calls) * P * stride
-    mine = peer.address(peers_ptr, rank, dtype)
     if PUSH & PHASES:
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            total = peer.own_sum(partial_ptr + whole * PARTS, row, num_rows, d, d < D, D, PARTS)
-            peer.send_to_all(peers_ptr, place + rank * stride + row * D + d, total, d < D, P, dtype)
+        for i in range(first, num_rows, step):
+            row = peer.wide(i)
+            total = peer.own_sum(partial_ptr, row, num_rows, d, inside, D, PARTS)
+            peer.send_to_all(peers, place + rank * stride + row * D + d, total, inside, P, dtype)
         before = peer.set_of(calls + SETS - 1) * P * stride
-        for item in range(tl.program_id(0), rows_before * CHUNKS, tl.num_programs(0)):
-            d = item % CHUNKS * BLOCK + column
-            peer.put_marks(mine + before, stride, peer.wide(item // CHUNKS), d, d < D, P, D, dtype)
+        for i in range(first, rows_before, step):
+            peer.put_marks(mine + before, stride, peer.wide(i), d, inside, P, D, dtype)
     if SUM & PHASES:
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
+        for i in range(first, num_rows, step):
+            row = peer.wide(i)
+            residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
             rows = peer.wait_rows(
-                mine + place + row * D, stride, d, d < D, -1, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
+                mine + place + row * D, stride, d, inside, -1, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
             )
-            total = peer.add_in_order(rows, P, dtype)
-            new = peer.add_residual(total, residual_ptr, new_residual_ptr, whole + row * D + d, d < D, dtype)
-            peer.tell_squares(squares_ptr, row, item % CHUNKS, new, calls, WIDE)
+            new = peer.add_residual(residual, peer.add_in_order(rows, P, dtype), dtype)
+            peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
+            tl.store(new_residual_ptr + row * D + d, new, mask=inside)
     if NORM & PHASES:
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            new = tl.load(new_residual_ptr + whole + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+        for i in range(first, num_rows, step):
+            row = peer.wide(i)
+            new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
             squares = peer.wait_squares(squares_ptr, row, calls, CHUNKS, WIDE)
-            tl.store(out_ptr + whole + row * D + d, peer.normed(new, squares, weight, eps, D), mask=d < D)
+            tl.store(out_ptr + row * D + d, peer.normed(new, squares, weight, eps, D), mask=inside)
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
 
 
@@ -86,73 +87,69 @@ def two_shot_kernel(
     """
     v = tl.program_id(1).to(tl.int64)
     rank = first_rank + v
-    whole, own = v * num_rows * D, v * share * D
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    peers_ptr, state_ptr, failed_ptr, alarm_ptr = (
-        peers_ptr + v * P,
-        state_ptr + v * 2 * MOST,
-        failed_ptr + v,
-        alarm_ptr + v * P,
-    )
+    peers_ptr, state_ptr, failed_ptr, alarm_ptr = peer.of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P, MOST)
+    partial_ptr, residual_ptr = partial_ptr + v * num_rows * D * PARTS, residual_ptr + v * share * D
+    out_ptr, new_residual_ptr = out_ptr + v * (share if LOCAL else num_rows) * D, new_residual_ptr + v * share * D
     squares_ptr += v * CAPACITY * WIDE
-    column = tl.arange(0, BLOCK)
-    stride = (CAPACITY // P) * D
-    program, grid = tl.program_id(0), tl.num_programs(0)
-    num_items = num_rows * CHUNKS
-    first = rank * share
-    num_own = tl.minimum(tl.maximum(num_rows - first, 0), share) * CHUNKS
+    chunk, first, step = peer.portion(CHUNKS)
+    d = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside, stride = d < D, (CAPACITY // P) * D
+    own_first = rank * share
+    num_own = tl.minimum(tl.maximum(num_rows - own_first, 0), share)
+    peers = peer.addresses(peers_ptr, P)
+    mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     parts = peer.set_of(calls) * P * stride
     results = SETS * P * stride + peer.set_of(calls) * CAPACITY * D
-    mine = peer.address(peers_ptr, rank, dtype)
     if PUSH & PHASES:
         if LOCAL:
             credits: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
-            peer.wait_for_room(peers_ptr, rank, credits, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
-        for item in range(program, num_items, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            total = peer.own_sum(partial_ptr + whole * PARTS, row, num_rows, d, d < D, D, PARTS)
+            told, begun = peer.ask_for_room(peers, rank, credits, calls, P)
+            peer.wait_for_room(told, begun, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
+        for i in range(first, num_rows, step):
+            row = peer.wide(i)
+            total = peer.own_sum(partial_ptr, row, num_rows, d, inside, D, PARTS)
             owner = row // share
-            theirs = peer.address(peers_ptr, owner, dtype)
+            theirs = peer.rows_at(peer.pick(peers, owner, P), dtype)
             place = parts + rank * stride + (row - owner * share) * D
-            tl.store(theirs + place + d, peer.to_bits(total, dtype), mask=d < D)
+            tl.store(theirs + place + d, peer.to_bits(total, dtype), mask=inside)
         old_parts = peer.set_of(calls + SETS - 1) * P * stride
         old_results = SETS * P * stride + peer.set_of(calls + SETS - 1) * CAPACITY * D
         share_before = (rows_before + P - 1) // P
-        for item in range(program, rows_before * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
+        for i in range(first, rows_before, step):
             if not LOCAL:
-                peer.put_marks(mine + old_results, 0, row, d, d < D, 1, D, dtype)
-            if row < share_before:
-                peer.put_marks(mine + old_parts, stride, row, d, d < D, P, D, dtype)
+                peer.put_marks(mine + old_results, 0, peer.wide(i), d, inside, 1, D, dtype)
+            if i < share_before:
+                peer.put_marks(mine + old_parts, stride, peer.wide(i), d, inside, P, D, dtype)
     if SUM & PHASES:
-        for item in range(program, num_own, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
+        for i in range(first, num_own, step):
+            row = peer.wide(i)
+            residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
             rows = peer.wait_rows(
-                mine + parts + row * D, stride, d, d < D, -1, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
+                mine + parts + row * D, stride, d, inside, -1, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
             )
-            total = peer.add_in_order(rows, P, dtype)
-            new = peer.add_residual(total, residual_ptr, new_residual_ptr, own + row * D + d, d < D, dtype)
-            peer.tell_squares(squares_ptr, row, item % CHUNKS, new, calls, WIDE)
+            new = peer.add_residual(residual, peer.add_in_order(rows, P, dtype), dtype)
+            peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
+            tl.store(new_residual_ptr + row * D + d, new, mask=inside)
     if NORM & PHASES:
-        for item in range(program, num_own, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            new = tl.load(new_residual_ptr + own + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+        for i in range(first, num_own, step):
+            row = peer.wide(i)
+            new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
             squares = peer.wait_squares(squares_ptr, row, calls, CHUNKS, WIDE)
             out = peer.normed(new, squares, weight, eps, D)
             if LOCAL:
-                tl.store(out_ptr + own + row * D + d, out, mask=d < D)
+                tl.store(out_ptr + row * D + d, out, mask=inside)
             else:
-                peer.send_to_all(peers_ptr, results + (first + row) * D + d, out, d < D, P, dtype)
+                peer.send_to_all(peers, results + (own_first + row) * D + d, out, inside, P, dtype)
         if LOCAL:
             peer.count_call(state_ptr, calls, num_rows, MOST, 128)
     if (GATHER & PHASES) and not LOCAL:
-        for item in range(program, num_items, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
+        for i in range(first, num_rows, step):
+            row = peer.wide(i)
             owner = alarm_ptr + row // share
-            rows = peer.wait_rows(mine + results + row * D, 0, d, d < D, 1, failed_ptr, owner, limit_ns, 1, dtype, ASM)
-            out = peer.from_bits(rows[0], dtype).to(dtype)
-            tl.store(out_ptr + whole + row * D + d, out, mask=d < D)
+            rows = peer.wait_rows(mine + results + row * D, 0, d, inside, 1, failed_ptr, owner, limit_ns, 1, dtype, ASM)
+            tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)

@@ -1,8 +1,8 @@
 """Rows to the ranks that hold their experts, and their sums back to the ranks that own them. What is sent and what is
 waited for follows from the experts' ids alone, so that no count is exchanged.
 
-Shape letters: T rows, t rows of this rank, R = P * t rows it may be sent, K experts a row, D width, S parts, P ranks,
-V ranks of a launch. A group of GROUP ranks holds the same EXPERTS experts, each its columns of them.
+Programs as in `exchange`. Shape letters: T rows, t rows of this rank, R = P * t rows it may be sent, K experts a row, D
+width, S parts, P ranks, V ranks of a launch. A group of GROUP ranks holds the same EXPERTS experts, each its columns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ NO_NOTE = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def holders(ids, P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr):
+def both(a, b):
+    return a | b
+
+
+@triton.jit
+def holders(ids, GROUP: tl.constexpr, EXPERTS: tl.constexpr):
     """Bit set of the ranks that hold one of a row's experts."""
-    ranks = tl.full((), 0, tl.int32)
-    for p in tl.static_range(P):
-        first = p // GROUP * EXPERTS
-        here = tl.max(((ids >= first) & (ids < first + EXPERTS)).to(tl.int32), 0)
-        ranks = ranks | (here << p)
-    return ranks
+    group: tl.constexpr = (1 << GROUP) - 1
+    ranks = tl.where(ids >= 0, tl.zeros_like(ids) + group << ids // EXPERTS * GROUP, 0)
+    return tl.reduce(ranks, 0, both)
 
 
 @triton.jit
@@ -66,71 +68,71 @@ def dispatch_kernel(
     v = tl.program_id(1).to(tl.int64)
     rank = first_rank + v
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    peers_ptr, state_ptr, failed_ptr, alarm_ptr = (
-        peers_ptr + v * P,
-        state_ptr + v * 2 * MOST,
-        failed_ptr + v,
-        alarm_ptr + v * P,
+    peers_ptr, state_ptr, failed_ptr, alarm_ptr = peer.of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P, MOST)
+    x_ptr, ids_ptr, weights_ptr = x_ptr + v * share * D, ids_ptr + v * share * K, weights_ptr + v * share * K
+    all_rows = v * P * share
+    out_ptr, out_ids_ptr, out_weights_ptr = (
+        out_ptr + all_rows * D,
+        out_ids_ptr + all_rows * K,
+        out_weights_ptr + all_rows * K,
     )
-    own, all_rows = v * share, v * P * share
-    column, k = tl.arange(0, BLOCK), tl.arange(0, WIDE_K)
-    stride, notes_at = SHARE * D, SETS * P * SHARE * D * (dtype.primitive_bitwidth // 8)
-    program, grid = tl.program_id(0), tl.num_programs(0)
+    chunk, first, step = peer.portion(CHUNKS)
+    d, k = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE_K)
+    inside, stride = d < D, SHARE * D
+    notes_at: tl.constexpr = SETS * P * SHARE * D * dtype.primitive_bitwidth // 8
+    credits: tl.constexpr = notes_at + SETS * P * SHARE * K * 8
     num_own = tl.minimum(tl.maximum(num_rows - rank * share, 0), share)
+    peers = peer.addresses(peers_ptr, P)
+    mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
+    my_notes = (peer.pick(peers, rank, P) + notes_at).to(tl.pointer_type(tl.int64))
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     this = peer.set_of(calls) * P
-    mine = peer.address(peers_ptr, rank, dtype)
-    my_notes = (tl.load(peers_ptr + rank) + notes_at).to(tl.pointer_type(tl.int64))
     if PUSH & PHASES:
-        credits: tl.constexpr = SETS * P * SHARE * (D * dtype.primitive_bitwidth // 8 + 8 * K)
-        peer.wait_for_room(peers_ptr, rank, credits, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
-        for item in range(program, num_own * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            ids = tl.load(ids_ptr + (own + row) * K + k, mask=k < K, other=-1).to(tl.int32)
-            x = tl.load(x_ptr + (own + row) * D + d, mask=d < D, other=0.0)
-            bits = peer.to_bits(x.to(tl.float32), dtype)
-            wanted = holders(ids, P, GROUP, EXPERTS)
-            weights = tl.load(weights_ptr + (own + row) * K + k, mask=k < K, other=0.0)
+        told, begun = peer.ask_for_room(peers, rank, credits, calls, P)
+        for i in range(first, num_own, step):
+            row = peer.wide(i)
+            ids = tl.load(ids_ptr + row * K + k, mask=k < K, other=-1).to(tl.int32)
+            bits = peer.to_bits(tl.load(x_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32), dtype)
+            weights = tl.load(weights_ptr + row * K + k, mask=k < K, other=0.0)
             high = weights.to(tl.int32, bitcast=True).to(tl.int64) << 32
+            wanted = holders(ids, GROUP, EXPERTS)
+            if i == first:
+                peer.wait_for_room(told, begun, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
             for p in tl.static_range(P):
-                first = p // GROUP * EXPERTS
-                theirs = peer.address(peers_ptr, p, dtype)
                 place = (this + rank) * stride + row * D
-                tl.store(theirs + place + d, bits, mask=(d < D) & (((wanted >> p) & 1) != 0))
-                if item % CHUNKS == 0:
-                    local = tl.where((ids >= first) & (ids < first + EXPERTS), ids - first, -1)
-                    note = high | (local.to(tl.int64) & 0xFFFFFFFF)
-                    notes = (tl.load(peers_ptr + p) + notes_at).to(tl.pointer_type(tl.int64))
-                    tl.store(notes + ((this + rank) * SHARE + row) * K + k, note, mask=k < K)
+                tl.store(peer.rows_at(peers[p], dtype) + place + d, bits, mask=inside & (((wanted >> p) & 1) != 0))
+                local = ids - p // GROUP * EXPERTS
+                local = tl.where((local >= 0) & (local < EXPERTS) & (ids >= 0), local, -1)
+                notes = (peers[p] + notes_at).to(tl.pointer_type(tl.int64)) + ((this + rank) * SHARE + row) * K
+                tl.store(notes + k, high | (local.to(tl.int64) & 0xFFFFFFFF), mask=(k < K) & (chunk == 0))
         before = peer.set_of(calls + SETS - 1) * P
-        share_before = (rows_before + P - 1) // P
-        for item in range(program, share_before * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            peer.put_marks(mine + before * stride, stride, row, d, d < D, P, D, dtype)
-            if item % CHUNKS == 0:
-                none = tl.zeros((WIDE_K,), tl.int64) + NO_NOTE
-                for p in tl.static_range(P):
-                    tl.store(my_notes + ((before + p) * SHARE + row) * K + k, none, mask=k < K)
+        for i in range(first, (rows_before + P - 1) // P, step):
+            row = peer.wide(i)
+            peer.put_marks(mine + before * stride, stride, row, d, inside, P, D, dtype)
+            none = tl.zeros((WIDE_K,), tl.int64) + NO_NOTE
+            for p in tl.static_range(P):
+                tl.store(my_notes + ((before + p) * SHARE + row) * K + k, none, mask=(k < K) & (chunk == 0))
     if SUM & PHASES:
-        for item in range(program, P * share * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
+        for i in range(first, P * share, step):
+            row = peer.wide(i)
             source = row // share
             at = row - source * share
+            place = mine + (this + source) * stride + at * D
+            rows, missing = peer.load_rows(place, 0, d, inside, 1, 1, dtype)  # a first look, beside that at the notes
             notes = tl.full((WIDE_K,), -1, tl.int64)
             if row < num_rows:
                 pointer = my_notes + ((this + source) * SHARE + at) * K
                 notes = wait_notes(pointer, k, failed_ptr, alarm_ptr + source, limit_ns, K, ASM)
             ids = notes.to(tl.int32)
             if tl.max(ids, 0) >= 0:
-                place = mine + (this + source) * stride + at * D
-                rows = peer.wait_rows(place, 0, d, d < D, 1, failed_ptr, alarm_ptr + source, limit_ns, 1, dtype, ASM)
-                x = peer.from_bits(rows[0], dtype).to(dtype)
-                tl.store(out_ptr + (all_rows + row) * D + d, x, mask=d < D)
-            if item % CHUNKS == 0:
-                weights = (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-                tl.store(out_ids_ptr + (all_rows + row) * K + k, ids, mask=k < K)
-                tl.store(out_weights_ptr + (all_rows + row) * K + k, weights, mask=k < K)
+                rows = peer.wait_more(
+                    rows, missing, place, 0, d, inside, 1, failed_ptr, alarm_ptr + source, limit_ns, 1, dtype, ASM
+                )
+                tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
+            weights = (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            tl.store(out_ids_ptr + row * K + k, ids, mask=(k < K) & (chunk == 0))
+            tl.store(out_weights_ptr + row * K + k, weights, mask=(k < K) & (chunk == 0))
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
 
 
@@ -150,73 +152,80 @@ def combine_kernel(
     """
     v = tl.program_id(1).to(tl.int64)
     rank = first_rank + v
-    whole, own, all_rows = v * num_rows * D, v * share, v * P * share
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    peers_ptr, state_ptr, failed_ptr, alarm_ptr = (
-        peers_ptr + v * P,
-        state_ptr + v * 2 * MOST,
-        failed_ptr + v,
-        alarm_ptr + v * P,
+    peers_ptr, state_ptr, failed_ptr, alarm_ptr = peer.of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P, MOST)
+    own, all_rows = v * share, v * P * share
+    partial_ptr, local_ids_ptr, ids_ptr = (
+        partial_ptr + all_rows * D * PARTS,
+        local_ids_ptr + all_rows * K,
+        ids_ptr + own * K,
     )
+    residual_ptr, shared_ptr, new_residual_ptr = (
+        residual_ptr + own * D,
+        shared_ptr + own * D,
+        new_residual_ptr + own * D,
+    )
+    out_ptr += v * num_rows * D
     squares_ptr += v * CAPACITY * WIDE
-    column, k = tl.arange(0, BLOCK), tl.arange(0, WIDE_K)
-    stride = (CAPACITY // P) * D
-    program, grid = tl.program_id(0), tl.num_programs(0)
-    first = rank * share
-    num_own = tl.minimum(tl.maximum(num_rows - first, 0), share) * CHUNKS
+    chunk, first, step = peer.portion(CHUNKS)
+    d, k = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE_K)
+    inside, stride = d < D, (CAPACITY // P) * D
+    credits: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
+    own_first = rank * share
+    num_own = tl.minimum(tl.maximum(num_rows - own_first, 0), share)
+    peers = peer.addresses(peers_ptr, P)
+    mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     parts = peer.set_of(calls) * P * stride
     results = SETS * P * stride + peer.set_of(calls) * CAPACITY * D
-    mine = peer.address(peers_ptr, rank, dtype)
     if PUSH & PHASES:
-        credits: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
-        peer.wait_for_room(peers_ptr, rank, credits, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
-        for item in range(program, P * share * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            ids = tl.load(local_ids_ptr + (all_rows + row) * K + k, mask=k < K, other=-1).to(tl.int32)
+        told, begun = peer.ask_for_room(peers, rank, credits, calls, P)
+        for i in range(first, P * share, step):
+            row = peer.wide(i)
+            ids = tl.load(local_ids_ptr + row * K + k, mask=k < K, other=-1).to(tl.int32)
+            if i == first:
+                peer.wait_for_room(told, begun, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
             if tl.max(ids, 0) >= 0:
-                mine_of_row = partial_ptr + all_rows * D * PARTS
-                total = peer.own_sum(mine_of_row, row, P * share, d, d < D, D, PARTS)
+                total = peer.own_sum(partial_ptr, row, P * share, d, inside, D, PARTS)
                 owner = row // share
-                theirs = peer.address(peers_ptr, owner, dtype)
+                theirs = peer.rows_at(peer.pick(peers, owner, P), dtype)
                 place = parts + rank * stride + (row - owner * share) * D
-                tl.store(theirs + place + d, peer.to_bits(total, dtype), mask=d < D)
+                tl.store(theirs + place + d, peer.to_bits(total, dtype), mask=inside)
         old_parts = peer.set_of(calls + SETS - 1) * P * stride
         old_results = SETS * P * stride + peer.set_of(calls + SETS - 1) * CAPACITY * D
         share_before = (rows_before + P - 1) // P
-        for item in range(program, rows_before * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            peer.put_marks(mine + old_results, 0, row, d, d < D, 1, D, dtype)
-            if row < share_before:
-                peer.put_marks(mine + old_parts, stride, row, d, d < D, P, D, dtype)
+        for i in range(first, rows_before, step):
+            peer.put_marks(mine + old_results, 0, peer.wide(i), d, inside, 1, D, dtype)
+            if i < share_before:
+                peer.put_marks(mine + old_parts, stride, peer.wide(i), d, inside, P, D, dtype)
     if SUM & PHASES:
-        for item in range(program, num_own, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            ids = tl.load(ids_ptr + (own + row) * K + k, mask=k < K, other=-1).to(tl.int32)
-            sources = holders(ids, P, GROUP, EXPERTS)
+        for i in range(first, num_own, step):
+            row = peer.wide(i)
+            residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
+            ids = tl.load(ids_ptr + row * K + k, mask=k < K, other=-1).to(tl.int32)
+            sources = holders(ids, GROUP, EXPERTS)
             rows = peer.wait_rows(
-                mine + parts + row * D, stride, d, d < D, sources, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
+                mine + parts + row * D, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
             )
             total = peer.add_in_order(rows, P, dtype)
             if SHARED:
-                total += tl.load(shared_ptr + (own + row) * D + d, mask=d < D, other=0.0).to(tl.float32)
-            offset = (own + row) * D + d
-            new = peer.add_residual(total, residual_ptr, new_residual_ptr, offset, d < D, dtype)
-            peer.tell_squares(squares_ptr, row, item % CHUNKS, new, calls, WIDE)
+                total += tl.load(shared_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32)
+            new = peer.add_residual(residual, total, dtype)
+            peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
+            tl.store(new_residual_ptr + row * D + d, new, mask=inside)
     if NORM & PHASES:
-        for item in range(program, num_own, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
-            new = tl.load(new_residual_ptr + (own + row) * D + d, mask=d < D, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+        for i in range(first, num_own, step):
+            row = peer.wide(i)
+            new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
             squares = peer.wait_squares(squares_ptr, row, calls, CHUNKS, WIDE)
             out = peer.normed(new, squares, weight, eps, D)
-            peer.send_to_all(peers_ptr, results + (first + row) * D + d, out, d < D, P, dtype)
+            peer.send_to_all(peers, results + (own_first + row) * D + d, out, inside, P, dtype)
     if GATHER & PHASES:
-        for item in range(program, num_rows * CHUNKS, grid):
-            row, d = peer.wide(item // CHUNKS), item % CHUNKS * BLOCK + column
+        for i in range(first, num_rows, step):
+            row = peer.wide(i)
             owner = alarm_ptr + row // share
-            rows = peer.wait_rows(mine + results + row * D, 0, d, d < D, 1, failed_ptr, owner, limit_ns, 1, dtype, ASM)
-            out = peer.from_bits(rows[0], dtype).to(dtype)
-            tl.store(out_ptr + whole + row * D + d, out, mask=d < D)
+            rows = peer.wait_rows(mine + results + row * D, 0, d, inside, 1, failed_ptr, owner, limit_ns, 1, dtype, ASM)
+            tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)

@@ -70,16 +70,41 @@ def from_bits(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def address(peers_ptr, peer, dtype: tl.constexpr):
-    """Where the memory of a rank begins, for elements of the dtype's size."""
-    pointer = tl.load(peers_ptr + peer).to(tl.pointer_type(mark_of(dtype).dtype))
-    return tl.multiple_of(pointer, 16)
+def addresses(peers_ptr, P: tl.constexpr):
+    """Where the memory of each rank begins, as a tuple of integers. They never change, so that they may be read before
+    the kernels before this one have ended."""
+    found = ()
+    for p in tl.static_range(P):
+        found = found + (tl.load(peers_ptr + p),)  # noqa: RUF005 (the compiler knows no starred tuple)
+    return found
+
+
+@triton.jit
+def pick(numbers, index, P: tl.constexpr):
+    """numbers[index] of a tuple in registers."""
+    found = numbers[0]
+    for p in tl.static_range(1, P):
+        found = tl.where(index == p, numbers[p], found)
+    return found
+
+
+@triton.jit
+def rows_at(address, dtype: tl.constexpr):
+    """Elements of the dtype's size, as integers."""
+    return tl.multiple_of(address.to(tl.pointer_type(mark_of(dtype).dtype)), 16)
 
 
 @triton.jit
 def of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P: tl.constexpr, MOST: tl.constexpr):
     """The same arrays from where those of rank v of the launch begin."""
     return peers_ptr + v * P, state_ptr + v * 2 * MOST, failed_ptr + v, alarm_ptr + v * P
+
+
+@triton.jit
+def portion(CHUNKS: tl.constexpr):
+    """(chunk of rows, first row, rows to the next) of this program; there are as many programs for each chunk."""
+    program = tl.program_id(0)
+    return program % CHUNKS, program // CHUNKS, tl.num_programs(0) // CHUNKS
 
 
 @triton.jit
@@ -130,6 +155,15 @@ def wait_rows(
     """`load_rows` once all marks are gone. After limit_ns it gives up: it notes which ranks sent nothing, and every
     later wait of this rank ends at once, so that the step ends and its host can say so."""
     rows, missing = load_rows(pointer, stride, d, inside, sources, P, dtype)
+    return wait_more(rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM)
+
+
+@triton.jit
+def wait_more(
+    rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns,
+    P: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`wait_rows` where a first look has been taken already."""
     if missing > 0:
         start = nanoseconds(ASM)
         limit = patience(failed_ptr, limit_ns, ASM)
@@ -164,27 +198,28 @@ def own_sum(partial_ptr, row, num_rows, d, inside, D: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def send_to_all(peers_ptr, place, values, inside, P: tl.constexpr, dtype: tl.constexpr):
+def send_to_all(peers, place, values, inside, P: tl.constexpr, dtype: tl.constexpr):
     """Float or rounded values to the same places of all ranks, this one included."""
     bits = to_bits(values.to(tl.float32), dtype)
     for p in tl.static_range(P):
-        tl.store(address(peers_ptr, p, dtype) + place, bits, mask=inside)
+        tl.store(rows_at(peers[p], dtype) + place, bits, mask=inside)
 
 
 @triton.jit
-def wait_for_room(
-    peers_ptr, rank, credits: tl.constexpr, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """For calls in which a rank may wait for nobody: tells all ranks that it has begun, and returns when all have begun
-    the call before, that is, when the places of this call are marked again. Counts lie `credits` bytes into a rank's
-    memory, one of each rank."""
+def ask_for_room(peers, rank, credits: tl.constexpr, calls, P: tl.constexpr):
+    """For calls in which a rank may wait for nobody: tells all ranks that this call has begun, and loads what they have
+    told. Counts lie `credits` bytes into a rank's memory, one of each rank."""
     if tl.program_id(0) == 0:
         for p in tl.static_range(P):
-            theirs = (tl.load(peers_ptr + p) + credits).to(tl.pointer_type(tl.int32))
-            tl.store(theirs + rank, calls)
-    ranks = tl.arange(0, P)
-    own = (tl.load(peers_ptr + rank) + credits).to(tl.pointer_type(tl.int32)) + ranks
-    behind = (tl.load(own, volatile=True) - (calls - 1)) < 0
+            tl.store((peers[p] + credits).to(tl.pointer_type(tl.int32)) + rank, calls)
+    own = (pick(peers, rank, P) + credits).to(tl.pointer_type(tl.int32)) + tl.arange(0, P)
+    return own, tl.load(own, volatile=True)
+
+
+@triton.jit
+def wait_for_room(own, begun, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.constexpr, ASM: tl.constexpr):
+    """Returns when all ranks have begun the call before this one: then the places of this call are marked again."""
+    behind = (begun - (calls - 1)) < 0
     if tl.max(behind.to(tl.int32), 0) > 0:
         start, late = nanoseconds(ASM), tl.full((), 1, tl.int32)
         limit = patience(failed_ptr, limit_ns, ASM)
@@ -195,7 +230,7 @@ def wait_for_room(
                 late = tl.full((), -1, tl.int32)
         if late < 0:
             tl.store(failed_ptr, 1)
-            tl.store(alarm_ptr + ranks, 1, mask=behind)
+            tl.store(alarm_ptr + tl.arange(0, P), 1, mask=behind)
 
 
 @triton.jit
@@ -206,17 +241,15 @@ def put_marks(pointer, stride, row, d, inside, P: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def add_residual(total, residual_ptr, new_residual_ptr, offset, inside, dtype: tl.constexpr):
-    """residual + total in the residual's type, stored; float32. Rounded as the layers' own `add_norm` does."""
-    residual = tl.load(residual_ptr + offset, mask=inside, other=0.0)
-    new = (residual.to(tl.float32) + total.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(new_residual_ptr + offset, new, mask=inside)
-    return new.to(tl.float32)
+def add_residual(residual, total, dtype: tl.constexpr):
+    """In the residual's type, rounded as the layers' own `add_norm` does."""
+    return (residual.to(tl.float32) + total.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
 def tell_squares(squares_ptr, row, chunk, values, calls, WIDE: tl.constexpr):
     """The sum of squares of one chunk of a row, stamped with the call, for the programs of the row's other chunks."""
+    values = values.to(tl.float32)
     total = tl.sum(values * values, 0)
     stamped = (calls.to(tl.int64) << 32) | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     tl.store(squares_ptr + row * WIDE + chunk, stamped)
@@ -243,4 +276,4 @@ def wait_squares(squares_ptr, row, calls, CHUNKS: tl.constexpr, WIDE: tl.constex
 @triton.jit
 def normed(values, squares, weight, eps, D: tl.constexpr):
     """RMSNorm of a chunk, rounded as `norm.normalized` does; in the weight's type."""
-    return (values * tl.rsqrt(squares / D + eps)).to(weight.dtype) * weight
+    return (values.to(tl.float32) * tl.rsqrt(squares / D + eps)).to(weight.dtype) * weight
