@@ -24,7 +24,7 @@ from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.quant import FloatExperts
 from tests import library_stand_ins
 
-WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 4
+WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 8
 NUM_DENSE, NUM_MOE = 1, 2
 NUM_LAYERS = NUM_DENSE + NUM_MOE
 SPARE = 9  # rows that a dispatcher has room for and no step fills

@@ -15,6 +15,7 @@ from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
     + [("graph_memory_gb", v) for v in (None, -0.5, 1e300, float("nan"), "1", True)]
     + [("seed", v) for v in (None, 1.5, "x", [1], True)]
     + [("dtype", "float16"), ("dtype", None), ("device", "tpu"), ("load_format", "gguf")]
+    + [("comm_cache", v) for v in ("", 5, True, ["a"])]
     + [("hf_overrides", "{}"), ("hf_overrides", [1]), ("model", 5), ("model", ["a"])],
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(name, value):
