@@ -25,6 +25,12 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(name, value):
     assert name in message and message.endswith(".") and "\n" not in message
 
 
+def test_paths_may_be_path_objects():
+    config = EngineConfig(model=Path("a/b"), comm_cache=Path("c"))
+    assert (config.model, config.comm_cache) == ("a/b", "c")
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
 def test_ep_divides_tp():
     with pytest.raises(ConfigError, match=r"ep=3 does not divide tp=4; use one of \[1, 2, 4\]"):
         EngineConfig(tp=4, ep=3)

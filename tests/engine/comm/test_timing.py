@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.comm.collectives import RankError, gather_json, together
+from engine.comm.dispatch_reference import AllReduceDispatcher
 from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, build, dispatcher_class
 from engine.comm.parallel_state import ParallelState
 from engine.comm.timing import time_calls, time_dispatcher
@@ -51,6 +52,33 @@ def failing_rank(parallel: ParallelState) -> list[str]:
     return reasons
 
 
+class GivesUp(AllReduceDispatcher):
+    """On rank 1 its kernels give up at the `round`-th call."""
+
+    def __init__(self, parallel: ParallelState, round: int):
+        super().__init__(parallel, LIMITS)
+        self._round, self._calls = round, 0
+
+    def reduce(self, *arguments):
+        self._calls += 1
+        return super().reduce(*arguments)
+
+    def failure(self) -> str | None:
+        late = self.parallel.rank == 1 and self._calls >= self._round
+        return "rows of rank 0 did not arrive" if late else None
+
+
+def giving_up(parallel: ParallelState) -> list:
+    """What is said, and after how many calls of `reduce`: in the first round, and in a timed one."""
+    found = []
+    for round in (1, 5):
+        dispatcher = GivesUp(parallel, round)
+        with pytest.raises(RankError) as caught:
+            time_dispatcher(dispatcher, 4, LIMITS, parallel, replays=2)
+        found.append([str(caught.value), dispatcher._calls])
+    return found
+
+
 def timed_dispatchers(parallel: ParallelState) -> dict:
     found = {}
     for name in (n for n in DISPATCHERS if dispatcher_class(n).obstacle(parallel, LIMITS) is None):
@@ -71,6 +99,7 @@ def every_case(parallel: ParallelState) -> dict:
         "failing": failing_rank(parallel),
         "gathered": gathered(parallel),
         "dispatchers": timed_dispatchers(parallel),
+        "giving up": giving_up(parallel),
     }
 
 
@@ -88,6 +117,14 @@ def test_all_ranks_return_the_slowest_median(world):
 def test_a_failure_on_one_rank_is_every_ranks(world):
     expected = ["rank 1: OSError: the link is down", "rank 0: MemoryError: no room"]
     assert [one["failing"] for one in world] == [expected, expected]
+
+
+def test_a_kernel_that_gave_up_is_a_failure_and_soon(world):
+    reason = "rank 1: RuntimeError: rows of rank 0 did not arrive"
+    for one in world:
+        (first, at_once), (second, later) = one["giving up"]
+        assert first == second == reason
+        assert at_once == 1 and later > 5
 
 
 def test_every_dispatcher_is_timed_alike_on_all_ranks(world):
