@@ -24,7 +24,7 @@ from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.quant import FloatExperts
 from tests import library_stand_ins
 
-WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 8
+WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 4
 NUM_DENSE, NUM_MOE = 1, 2
 NUM_LAYERS = NUM_DENSE + NUM_MOE
 SPARE = 9  # rows that a dispatcher has room for and no step fills
@@ -43,6 +43,7 @@ class Case:
     routing: str = "any"
     dtype: torch.dtype = torch.float32
     padding: int = 0
+    heads: int = HEADS
 
     @property
     def num_real(self) -> int:
@@ -164,9 +165,9 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
     dispatcher = _Counting(make(case.dispatcher, parallel, limits))
     draw = _Draw(case.num_tokens)
     x, residual = dispatcher.enter(draw(case.num_tokens, WIDTH).to(case.dtype) * 5, norm)
-    heads = parallel.split(HEADS, "heads")
+    heads = parallel.split(case.heads, "heads")
     for layer in range(NUM_LAYERS):
-        attention = _Draw(layer)(HEADS, WIDTH, WIDTH).to(case.dtype)[heads]
+        attention = _Draw(layer)(case.heads, WIDTH, WIDTH).to(case.dtype)[heads]
         partial = torch.einsum("td,hde->te", x, attention)
         if case.in_parts:
             partial = torch.stack((0.25 * partial.float(), 0.75 * partial.float()))

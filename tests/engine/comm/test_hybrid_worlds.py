@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def run_and_check(cases: list[Case], directory: Path) -> None:
     with the dense layer's sum in its combine."""
     for case, outcomes in zip(cases, run_world(TP, directory, cases), strict=True):
         with torch.inference_mode():
-            alone = run(Case("reference", 1, case.num_tokens, case.routing)).x
+            alone = run(replace(case, dispatcher="reference", ep=1)).x
         reduced = NUM_LAYERS if case.dispatcher == "allreduce" else 0
         for outcome in outcomes:
             assert torch.allclose(outcome.x, alone, atol=1e-4), case
@@ -39,11 +40,11 @@ def test_the_table_has_dispatchers_that_run_here():
 
 def test_two_groups_of_four_slices(tmp_path):
     """With fewer rows than ranks, too."""
-    run_and_check([Case(name, 2, t) for name in RUNNABLE for t in (3, 9)], tmp_path)
+    run_and_check([Case(name, 2, t, heads=TP) for name in RUNNABLE for t in (3, 9)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_every_grouping_of_eight_ranks(tmp_path, ep):
     routings = ("any", "few")
-    run_and_check([Case(n, ep, t, r) for n in RUNNABLE for t in (1, 8, 17, 64) for r in routings], tmp_path)
+    run_and_check([Case(n, ep, t, r, heads=TP) for n in RUNNABLE for t in (1, 8, 17, 64) for r in routings], tmp_path)
