@@ -60,8 +60,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.model is None:
             object.__setattr__(self, "model", str(TINY_CHECKPOINT))
-        if isinstance(self.model, os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
+        for name in ("model", "comm_cache"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be the path of a checkpoint directory, not {self.model!r}.")
         self._check_counts()

@@ -114,6 +114,15 @@ class GraphRunner:
 
     def capture_all(self, batches: list[DecodeBatch]) -> None:
         started = time.monotonic()
+        try:
+            self._capture_fitting(batches)
+        except BaseException:
+            self._graphs.clear()  # at the end of a process group NCCL would wait for them for ever
+            raise
+        self._choose()
+        self._report(time.monotonic() - started)
+
+    def _capture_fitting(self, batches: list[DecodeBatch]) -> None:
         for inputs in sorted(batches, key=lambda b: -b.num_rows):
             graph = self._capture(inputs)
             if self.num_bytes + graph.num_bytes <= self._max_bytes:
@@ -127,8 +136,6 @@ class GraphRunner:
             del graph
             if not self._graphs:
                 self._recorder.drop()
-        self._choose()
-        self._report(time.monotonic() - started)
 
     def _capture(self, inputs: DecodeBatch) -> DecodeGraph:
         for _ in range(_WARM_UPS):

@@ -43,6 +43,7 @@ class Case:
     routing: str = "any"
     dtype: torch.dtype = torch.float32
     padding: int = 0
+    heads: int = HEADS
 
     @property
     def num_real(self) -> int:
@@ -164,9 +165,9 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
     dispatcher = _Counting(make(case.dispatcher, parallel, limits))
     draw = _Draw(case.num_tokens)
     x, residual = dispatcher.enter(draw(case.num_tokens, WIDTH).to(case.dtype) * 5, norm)
-    heads = parallel.split(HEADS, "heads")
+    heads = parallel.split(case.heads, "heads")
     for layer in range(NUM_LAYERS):
-        attention = _Draw(layer)(HEADS, WIDTH, WIDTH).to(case.dtype)[heads]
+        attention = _Draw(layer)(case.heads, WIDTH, WIDTH).to(case.dtype)[heads]
         partial = torch.einsum("td,hde->te", x, attention)
         if case.in_parts:
             partial = torch.stack((0.25 * partial.float(), 0.75 * partial.float()))

@@ -77,11 +77,17 @@ def time_dispatcher(
 
     Every rank calls it; each draws its own partials from `seed`. A combine always follows its dispatch, as in a step,
     so what a dispatch takes is found by itself and a combine is the rest of both. Where every rank holds every row a
-    dispatch brings nothing, and all of both is the combine's. Raises collectives.RankError as `time_calls` does.
+    dispatch brings nothing, and all of both is the combine's. Raises collectives.RankError as `time_calls` does, and
+    where a kernel has waited in vain, after the first round rather than after all of them.
     """
     made: list[_Rounds] = []
+
+    def make() -> None:
+        made.append(_Rounds(dispatcher, num_rows, limits, parallel, seed))
+        _check(dispatcher, parallel.device)
+
     with parallel.meter.apart():
-        together(lambda: made.append(_Rounds(dispatcher, num_rows, limits, parallel, seed)), parallel)
+        together(make, parallel)
         rounds = made[0]
 
         def timed(call: Call) -> float:
@@ -89,7 +95,15 @@ def time_dispatcher(
 
         reduce, both = timed(rounds.reduce), timed(rounds.dispatch_and_combine)
         dispatch = min(timed(rounds.dispatch), both) if dispatcher.shards_tokens else 0.0
+        together(lambda: _check(dispatcher, parallel.device), parallel)
     return RoundTimes(reduce, dispatch, both - dispatch)
+
+
+def _check(dispatcher: TokenDispatcher, device: torch.device) -> None:
+    """Raises RuntimeError where a kernel of the dispatcher gave up."""
+    synchronize(device)
+    if (reason := dispatcher.failure()) is not None:
+        raise RuntimeError(reason)
 
 
 class _Rounds:

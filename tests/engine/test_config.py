@@ -15,6 +15,7 @@ from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
     + [("graph_memory_gb", v) for v in (None, -0.5, 1e300, float("nan"), "1", True)]
     + [("seed", v) for v in (None, 1.5, "x", [1], True)]
     + [("dtype", "float16"), ("dtype", None), ("device", "tpu"), ("load_format", "gguf")]
+    + [("comm_cache", v) for v in ("", 5, True, ["a"])]
     + [("hf_overrides", "{}"), ("hf_overrides", [1]), ("model", 5), ("model", ["a"])],
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(name, value):
@@ -22,6 +23,12 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(name, value):
         EngineConfig(**{name: value})
     message = str(caught.value)
     assert name in message and message.endswith(".") and "\n" not in message
+
+
+def test_paths_may_be_path_objects():
+    config = EngineConfig(model=Path("a/b"), comm_cache=Path("c"))
+    assert (config.model, config.comm_cache) == ("a/b", "c")
+    assert EngineConfig.from_json(config.to_json()) == config
 
 
 def test_ep_divides_tp():

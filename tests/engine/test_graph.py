@@ -52,6 +52,21 @@ def test_no_budget_no_graph():
     assert runner_of([1, 2], [5, 5, 5, 5], 0).choose(1) is None
 
 
+def test_a_capture_that_fails_leaves_no_graph():
+    """One that lived on would keep NCCL from ending, and so the engine from saying why it did not start."""
+
+    class OutOfMemory(RerunRecorder):
+        def memory(self) -> int:
+            if len(self.graphs) == 4:
+                raise MemoryError("no room")
+            return super().memory()
+
+    runner = GraphRunner(OutOfMemory(), lambda i: (torch.zeros(i.num_rows, 5), torch.zeros(1)), lambda *_: None, 0)
+    with pytest.raises(MemoryError):
+        runner.capture_all([SimpleNamespace(num_rows=size) for size in (1, 2, 4)])
+    assert runner.captured == {} and runner.choose(1) is None
+
+
 ROOM = (((100, 0), (40, 1), (30, 9)), ((90, 0), (50, 2), (20, 8)), ((20, 0), (60, 9), (4, 4)))
 """For each of three ranks, what step and draw of buckets 4, 2 and 1 take: none could keep more than some."""
 

@@ -111,14 +111,21 @@ def near_tie(one: dict, other: dict) -> None:
             assert best[0] - best[1] < NEAR_TIE, (i, first, best)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("moe_comm", ["allreduce", "reference", "nccl_a2a"])
-def test_graphs_over_nccl_change_no_token(moe_comm, ep):
-    """All buckets are captured on both ranks, a replay counts what it sends, and the ranks end by themselves."""
-    replayed = answer(GRAPHS, {"ep": ep, "moe_comm": moe_comm})
-    eager = answer(GRAPHS, {"ep": ep, "moe_comm": moe_comm, "enforce_eager": True})
-    assert replayed["captured"] == [1, 2, 4] and eager["captured"] == []
-    near_tie(replayed, eager)
+CAPTURED = ["allreduce", "reference", "nccl_agrs", "nccl_a2a", "symm_replicated", "symm_scatter", "symm_sharded"]
+
+
+@pytest.fixture(scope="module")
+def without_graphs() -> dict:
+    return answer(GRAPHS, {"ep": 2, "moe_comm": "allreduce", "enforce_eager": True})
+
+
+@pytest.mark.parametrize("moe_comm", CAPTURED)
+def test_captured_steps_change_no_token(without_graphs, moe_comm):
+    """All buckets are captured, a replay counts what it sends, and the ranks end by themselves. With ep=1 the tiny
+    checkpoint's slices are too narrow to stay packed, so there is no graph to test."""
+    replayed = answer(GRAPHS, {"ep": 2, "moe_comm": moe_comm})
+    assert replayed["captured"] == [1, 2, 4] and without_graphs["captured"] == []
+    near_tie(replayed, without_graphs)
     sends = replayed["sends"]
     layers = sends["attention_reduce"]
     assert layers > 1 and sends["moe_dispatch"] == layers - 1

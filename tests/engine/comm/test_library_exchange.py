@@ -190,6 +190,7 @@ def test_an_elastic_buffer_that_fails_names_the_usual_remedy(host, monkeypatch):
 
     module.ElasticBuffer = fail
     monkeypatch.setitem(sys.modules, "deep_ep", module)
+    monkeypatch.setattr("engine.comm.sharded_rows.are_capturable", lambda _: True)  # asks torch about the group
     group = SimpleNamespace(size=lambda: 2)
     with pytest.raises(RuntimeError, match=r"GIN is not there\); .* set EP_DISABLE_GIN=1\.$"):
         DeepEpDispatcher(replace(TWO_GPUS, group=group), LIMITS)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.comm.collectives import RankError, gather_json, together
-from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, build
+from engine.comm.dispatch_reference import AllReduceDispatcher
+from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, build, dispatcher_class
 from engine.comm.parallel_state import ParallelState
 from engine.comm.timing import time_calls, time_dispatcher
 from tests.gloo_ranks import on_ranks
@@ -51,9 +52,36 @@ def failing_rank(parallel: ParallelState) -> list[str]:
     return reasons
 
 
+class GivesUp(AllReduceDispatcher):
+    """On rank 1 its kernels give up at the `round`-th call."""
+
+    def __init__(self, parallel: ParallelState, round: int):
+        super().__init__(parallel, LIMITS)
+        self._round, self._calls = round, 0
+
+    def reduce(self, *arguments):
+        self._calls += 1
+        return super().reduce(*arguments)
+
+    def failure(self) -> str | None:
+        late = self.parallel.rank == 1 and self._calls >= self._round
+        return "rows of rank 0 did not arrive" if late else None
+
+
+def giving_up(parallel: ParallelState) -> list:
+    """What is said, and after how many calls of `reduce`: in the first round, and in a timed one."""
+    found = []
+    for round in (1, 5):
+        dispatcher = GivesUp(parallel, round)
+        with pytest.raises(RankError) as caught:
+            time_dispatcher(dispatcher, 4, LIMITS, parallel, replays=2)
+        found.append([str(caught.value), dispatcher._calls])
+    return found
+
+
 def timed_dispatchers(parallel: ParallelState) -> dict:
     found = {}
-    for name in DISPATCHERS:
+    for name in (n for n in DISPATCHERS if dispatcher_class(n).obstacle(parallel, LIMITS) is None):
         dispatcher = build(name, parallel, LIMITS)
         found[name] = [vars(time_dispatcher(dispatcher, rows, LIMITS, parallel, replays=2)) for rows in ROWS]
         dispatcher.close()
@@ -71,6 +99,7 @@ def every_case(parallel: ParallelState) -> dict:
         "failing": failing_rank(parallel),
         "gathered": gathered(parallel),
         "dispatchers": timed_dispatchers(parallel),
+        "giving up": giving_up(parallel),
     }
 
 
@@ -90,9 +119,17 @@ def test_a_failure_on_one_rank_is_every_ranks(world):
     assert [one["failing"] for one in world] == [expected, expected]
 
 
+def test_a_kernel_that_gave_up_is_a_failure_and_soon(world):
+    reason = "rank 1: RuntimeError: rows of rank 0 did not arrive"
+    for one in world:
+        (first, at_once), (second, later) = one["giving up"]
+        assert first == second == reason
+        assert at_once == 1 and later > 5
+
+
 def test_every_dispatcher_is_timed_alike_on_all_ranks(world):
     first, second = (one["dispatchers"] for one in world)
-    assert first["times"] == second["times"]
+    assert first["times"] == second["times"] and {"reference", "allreduce", "nccl_a2a"} <= set(first["times"])
     for name, times in first["times"].items():
         for one in times:
             assert one["reduce"] > 0 and one["combine"] >= 0 and one["dispatch"] + one["combine"] > 0, name
