@@ -11,7 +11,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.cache_plan import BLOCK_SIZE
@@ -23,19 +23,7 @@ from engine.model_runner import ModelRunner, ModelRunnerOutput
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot. Token and preemption counts run from the start; usage is the share of KV blocks in use, 0 to 1."""
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_preemptions: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
+from engine.stats import EngineStats
 
 
 class Replica:
@@ -47,6 +35,7 @@ class Replica:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, overlap: bool = False):
         self.runner, self.overlap = runner, overlap
+        self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
@@ -76,6 +65,7 @@ class Replica:
         if output.scheduled:
             result = self.runner.execute(output)
             self.scheduler.launch(output)
+            self.num_steps += 1
             self._in_flight.append((output, result))
         if len(self._in_flight) > (ahead if output.scheduled else 0):
             return self._read()
@@ -133,7 +123,7 @@ class EngineCore:
         self._finish: list[list[Any]] = []
         self._aborted: list[CompletionDelta] = []
         self._failure: str | None = None
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._num_prompt_tokens = self._num_generated_tokens = 0
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError for a request that can never be served."""
@@ -213,20 +203,28 @@ class EngineCore:
                 self._failure = "a step was interrupted, so the ranks no longer agree; start a new engine."
             raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
-        self._num_steps += 1
         self._num_generated_tokens += len(result.token_ids)
         return deltas
 
     def stats(self) -> EngineStats:
-        scheduler = self.replica.scheduler
+        scheduler, runner, answers = self.replica.scheduler, self.replica.runner, self._outputs.stats
+        meter = runner.parallel.meter
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._new),
             kv_cache_usage=scheduler.kv_cache.usage,
             num_preemptions=scheduler.num_preemptions,
-            num_steps=self._num_steps,
+            num_steps=self.replica.num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_finished=dict(answers.finished),
+            time_to_first_token=answers.time_to_first_token.snapshot(),
+            inter_token_latency=answers.inter_token_latency.snapshot(),
+            e2e_latency=answers.e2e_latency.snapshot(),
+            comm_rounds=dict(meter.rounds),
+            comm_bytes=dict(meter.bytes),
+            comm_seconds=dict(meter.seconds),
+            comm_choice=runner.comm_choice(),
         )
 
     def return_to_ranks(self, value: list[dict]) -> None:

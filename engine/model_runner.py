@@ -14,7 +14,7 @@ import torch
 from engine import cache_plan, sampling
 from engine.attention import backend as attention_backends
 from engine.cache_plan import BLOCK_SIZE
-from engine.comm import choice
+from engine.comm import choice, meter
 from engine.comm.collectives import agree_on_minimum
 from engine.comm.dispatcher import DispatchLimits
 from engine.comm.parallel_state import ParallelState
@@ -100,6 +100,16 @@ class ModelRunner:
             self.max_model_len,
         )
         self._prepare_graphs()
+        parallel.meter.clear()
+
+    def comm_choice(self) -> dict[str, dict]:
+        """What was measured of dispatchers at start, and what was chosen, as `DispatcherChoice.report` tells it."""
+        return self.dispatchers.report()
+
+    def _round_seconds(self, num_rows: int) -> dict[str, float]:
+        """What one round of each kind took at start in a step of so many rows; empty where it was not measured."""
+        verbs = self.comm_choice()["rounds"].get(num_rows, {})
+        return {kind: verbs[verb] / 1e6 for kind, verb in meter.VERBS.items() if verb in verbs}
 
     def _choose_dispatchers(self, limits: DispatchLimits) -> choice.DispatcherChoice:
         sizes = choice.measured_sizes(bucket_sizes(self.max_num_seqs), limits.max_tokens)
@@ -161,6 +171,9 @@ class ModelRunner:
         agree = functools.partial(agree_on_minimum, parallel=self.parallel)
         graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter, agree)
         graphs.capture_all(batches)
+        for size, graph in graphs.captured.items():
+            if seconds := self._round_seconds(size):
+                graph.sends.estimate(seconds)
         self.graphs = graphs
 
     def _decode(self, inputs: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
 
-from engine.server import info, responses
+from engine.server import info, metrics, responses
 from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
 from engine.server.completions import create_completion
@@ -57,6 +57,9 @@ def _router() -> APIRouter:
     )
     for path, handler, answer, statuses in gets:
         router.add_api_route(path, handler, methods=["GET"], response_model=answer, responses=errors(*statuses))
+    router.add_api_route(
+        "/metrics", metrics.metrics, methods=["GET"], response_class=metrics.Text, responses=errors(401, 500, 503)
+    )
     return router
 
 
