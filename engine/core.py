@@ -17,6 +17,7 @@ from typing import Any
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
+from engine.expert_load import ExpertLoad
 from engine.kv_cache import KVCacheManager
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import ModelRunner, ModelRunnerOutput
@@ -123,6 +124,7 @@ class EngineCore:
         self._finish: list[list[Any]] = []
         self._aborted: list[CompletionDelta] = []
         self._failure: str | None = None
+        self._expert_load: tuple[float, ExpertLoad | None] = 0.0, None
         self._num_prompt_tokens = self._num_generated_tokens = 0
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -226,6 +228,37 @@ class EngineCore:
             comm_seconds=dict(meter.seconds),
             comm_choice=runner.comm_choice(),
         )
+
+    @property
+    def counts_experts(self) -> bool:
+        return self.config.expert_load
+
+    def expert_load(self, max_age: float = 0.0) -> ExpertLoad:
+        """The load up to the last step launched, or one read at most `max_age` seconds ago.
+
+        Raises InvalidRequestError where the engine does not count, EngineDeadError once a rank has failed.
+        """
+        if not self.counts_experts:
+            raise InvalidRequestError("this engine does not count experts; start it with expert_load on.")
+        self._check_alive()
+        read_at, load = self._expert_load
+        if load is None or time.monotonic() - read_at > max_age:
+            load = self._read_expert_load()
+            self._expert_load = time.monotonic(), load
+        return load
+
+    def _read_expert_load(self) -> ExpertLoad:
+        runner = self.replica.runner
+        try:
+            if runner.gathers_expert_counts:
+                self._tell_ranks({"kind": "expert_load"})
+            return runner.expert_load()
+        except BaseException as error:
+            reason = self._control.wait_for_failure(1.0) if self._control is not None else None
+            self._failure = reason or f"rank 0 failed: {type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                raise EngineDeadError(self._failure) from (None if reason else error)
+            raise
 
     def return_to_ranks(self, value: list[dict]) -> None:
         """Ends the other ranks' present call under torchrun, where every rank runs the caller's script."""

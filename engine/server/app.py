@@ -53,6 +53,7 @@ def _router() -> APIRouter:
         ("/v1/models", info.list_models, responses.ModelList, (401, 500)),
         ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (401, 404, 500)),
         ("/health", info.health, responses.Health, (500, 503)),
+        ("/expert_load", info.expert_load, responses.ExpertLoad, (401, 404, 500, 503)),
         ("/version", info.version, responses.Version, (401, 500)),
     )
     for path, handler, answer, statuses in gets:

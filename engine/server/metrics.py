@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -17,7 +18,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.responses import Response
 
+from engine.expert_load import ExpertLoad
 from engine.server.context import ServerContext
+from engine.server.info import EXPERT_LOAD_SECONDS
 from engine.stats import Distribution, EngineStats
 
 PREFIX = "turnout_"
@@ -28,26 +31,27 @@ class Text(Response):
 
 
 class EngineCollector(Collector):
-    """The metric families of one snapshot."""
+    """The metric families of one snapshot; `load` is None where experts are not counted."""
 
-    def __init__(self, stats: EngineStats):
-        self._stats = stats
+    def __init__(self, stats: EngineStats, load: ExpertLoad | None):
+        self._stats, self._load = stats, load
 
     def collect(self) -> Iterator[Metric]:
         for group in _GROUPS:
             yield from group(self._stats)
+        if self._load is not None:
+            yield from _experts(self._load)
 
 
 async def metrics(request: Request) -> Response:
     """Counters and gauges of the engine, for Prometheus."""
-    stats = await ServerContext.of(request).client.ask(lambda core: core.stats())
-    return Text(exposition(stats))
-
-
-def exposition(stats: EngineStats) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(stats))
-    return generate_latest(registry)
+    registry.register(EngineCollector(*await ServerContext.of(request).client.ask(_snapshot)))
+    return Text(generate_latest(registry))
+
+
+def _snapshot(core: Any) -> tuple[EngineStats, ExpertLoad | None]:
+    return core.stats(), core.expert_load(EXPERT_LOAD_SECONDS) if core.counts_experts else None
 
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:
@@ -120,6 +124,15 @@ def _dispatchers(stats: EngineStats) -> Iterator[Metric]:
         for name, value in by_name.items():
             latencies.add_metric([str(rows), name], value)
     yield latencies
+
+
+def _experts(load: ExpertLoad) -> Iterator[Metric]:
+    if load.rank_imbalance_ratio is not None:
+        yield _gauge(
+            "moe_rank_imbalance_ratio",
+            "Routed tokens of the busiest rank over the mean of all, averaged over layers, since the start; 1 is even.",
+            load.rank_imbalance_ratio,
+        )
 
 
 _GROUPS = (_requests, _work, _latencies, _communication, _dispatchers)

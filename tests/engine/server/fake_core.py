@@ -110,6 +110,8 @@ class FakeCore:
             answers.e2e_latency.snapshot(), kinds, kinds, {}, self.comm_choice,
         )  # fmt: skip
 
+    counts_experts = False
+
     def on_failure(self, callback) -> None:
         self._on_failure = callback
 
