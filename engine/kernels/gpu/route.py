@@ -175,7 +175,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     signature |= {"slot_weights_ptr": "*fp32", "counts_ptr": "*i64"}
     chosen = {"E": 384, "BLOCK_E": 512, "K": 8, "BLOCK_K": 8, "NORMALIZE": True, "PDL": capability >= (9, 0)}
     return [
-        (f"route {inner} {parts} {counts}", route_kernel, signature,
+        (f"route {inner} {parts} {rows} {counts}", route_kernel, signature,
          chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts, "PLAN_ROWS": rows, "COUNTS": counts},
          {"num_warps": WARPS})
         for inner, parts, rows, counts in ((256, 8, BLOCK_ROWS, True), (256, 8, 0, True), (0, 1, 0, False))
