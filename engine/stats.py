@@ -60,7 +60,7 @@ class EngineStats:
 
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
-    `DispatcherChoice.report` gives it, empty where nothing was measured.
+    `DispatcherChoice.report` gives it.
     """
 
     num_running: int

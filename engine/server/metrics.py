@@ -123,7 +123,8 @@ def _dispatchers(stats: EngineStats) -> Iterator[Metric]:
     for rows, by_name in choice["microseconds"].items():
         for name, value in by_name.items():
             latencies.add_metric([str(rows), name], value)
-    yield latencies
+    if latencies.samples:
+        yield latencies
 
 
 def _experts(load: ExpertLoad) -> Iterator[Metric]:

@@ -68,7 +68,9 @@ def test_names_and_types(server):
     for name in ("turnout_comm_rounds", "turnout_comm_bytes"):
         assert {sample.labels["kind"] for sample in found[name].samples} == set(KINDS)
     assert "turnout_comm_seconds" not in found, "one rank waits for nobody"
-    assert "turnout_moe_comm" not in found, "nothing was measured"
+    chosen = [sample.labels for family in found.values() for sample in family.samples if "moe_comm" in sample.name]
+    assert chosen and {labels["dispatcher"] for labels in chosen} == {"reference"}
+    assert not any("microseconds" in labels for labels in chosen), "nothing was measured"
 
 
 def test_counts_of_an_answer(server):
