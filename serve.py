@@ -50,6 +50,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy makes weights up")
     engine.add_argument("--seed", type=int, default=0)
     engine.add_argument("--num-threads", type=int, help="CPU threads a rank")
+    engine.add_argument(
+        "--expert-load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="count on the device which experts tokens are routed to, for GET /expert_load",
+    )
+    engine.add_argument("--expert-map", metavar="FILE", help="JSON: which physical slot holds which expert")
     engine.add_argument("--hf-overrides", type=_json_object, default={}, metavar="JSON", help="config.json keys")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")

@@ -29,6 +29,8 @@ class EngineConfig:
     max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is what CUDA
     graphs may take of a GPU, in GiB; the KV cache leaves that much free unless its own size is given.
     comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
+    expert_load counts on the device which experts tokens are routed to. expert_map: a JSON file (or what it holds) that
+    says which physical slot holds which expert; see engine.expert_map.
     load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make
     this one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a
     step are those of a real rank, the answer means nothing.
@@ -56,6 +58,8 @@ class EngineConfig:
     seed: int = 0
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
+    expert_load: bool = True
+    expert_map: str | list | dict | None = None
 
     def __post_init__(self) -> None:
         if self.model is None:
@@ -84,7 +88,18 @@ class EngineConfig:
             raise ConfigError(f"comm_cache must be the path of a directory or 'off', not {self.comm_cache!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
+        if not isinstance(self.expert_load, bool):
+            raise ConfigError(f"expert_load must be true or false, not {self.expert_load!r}.")
+        self._check_expert_map()
         self._check_share()
+
+    def _check_expert_map(self) -> None:
+        if isinstance(self.expert_map, os.PathLike):
+            object.__setattr__(self, "expert_map", os.fspath(self.expert_map))
+        if not isinstance(self.expert_map, str | list | dict | None):
+            raise ConfigError("expert_map must be the path of a JSON file, or what such a file holds.")
+        if self.expert_map is not None and self.load_format == "dummy":
+            raise ConfigError("expert_map places a checkpoint's experts, and made-up weights have none; leave it out.")
 
     def _check_counts(self) -> None:
         optional = ("max_model_len", "num_threads", "tp_share", "ep_share")

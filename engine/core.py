@@ -11,31 +11,20 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
+from engine.expert_load import ExpertLoad
 from engine.kv_cache import KVCacheManager
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import ModelRunner, ModelRunnerOutput
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot. Token and preemption counts run from the start; usage is the share of KV blocks in use, 0 to 1."""
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_preemptions: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
+from engine.stats import EngineStats
 
 
 class Replica:
@@ -47,6 +36,7 @@ class Replica:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, overlap: bool = False):
         self.runner, self.overlap = runner, overlap
+        self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
@@ -76,6 +66,7 @@ class Replica:
         if output.scheduled:
             result = self.runner.execute(output)
             self.scheduler.launch(output)
+            self.num_steps += 1
             self._in_flight.append((output, result))
         if len(self._in_flight) > (ahead if output.scheduled else 0):
             return self._read()
@@ -133,7 +124,8 @@ class EngineCore:
         self._finish: list[list[Any]] = []
         self._aborted: list[CompletionDelta] = []
         self._failure: str | None = None
-        self._num_steps = self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._expert_load: tuple[float, ExpertLoad | None] = 0.0, None
+        self._num_prompt_tokens = self._num_generated_tokens = 0
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError for a request that can never be served."""
@@ -213,21 +205,60 @@ class EngineCore:
                 self._failure = "a step was interrupted, so the ranks no longer agree; start a new engine."
             raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
-        self._num_steps += 1
         self._num_generated_tokens += len(result.token_ids)
         return deltas
 
     def stats(self) -> EngineStats:
-        scheduler = self.replica.scheduler
+        scheduler, runner, answers = self.replica.scheduler, self.replica.runner, self._outputs.stats
+        meter = runner.parallel.meter
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._new),
             kv_cache_usage=scheduler.kv_cache.usage,
             num_preemptions=scheduler.num_preemptions,
-            num_steps=self._num_steps,
+            num_steps=self.replica.num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_finished=dict(answers.finished),
+            time_to_first_token=answers.time_to_first_token.snapshot(),
+            inter_token_latency=answers.inter_token_latency.snapshot(),
+            e2e_latency=answers.e2e_latency.snapshot(),
+            comm_rounds=dict(meter.rounds),
+            comm_bytes=dict(meter.bytes),
+            comm_seconds=dict(meter.seconds),
+            comm_choice=runner.comm_choice(),
         )
+
+    @property
+    def counts_experts(self) -> bool:
+        return self.config.expert_load
+
+    def expert_load(self, max_age: float = 0.0) -> ExpertLoad:
+        """The load up to the last step launched, or one read at most `max_age` seconds ago.
+
+        Raises InvalidRequestError where the engine does not count, EngineDeadError once a rank has failed.
+        """
+        if not self.counts_experts:
+            raise InvalidRequestError("this engine does not count experts; start it with expert_load on.")
+        self._check_alive()
+        read_at, load = self._expert_load
+        if load is None or time.monotonic() - read_at > max_age:
+            load = self._read_expert_load()
+            self._expert_load = time.monotonic(), load
+        return load
+
+    def _read_expert_load(self) -> ExpertLoad:
+        runner = self.replica.runner
+        try:
+            if runner.gathers_expert_counts:
+                self._tell_ranks({"kind": "expert_load"})
+            return runner.expert_load()
+        except BaseException as error:
+            reason = self._control.wait_for_failure(1.0) if self._control is not None else None
+            self._failure = reason or f"rank 0 failed: {type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                raise EngineDeadError(self._failure) from (None if reason else error)
+            raise
 
     def return_to_ranks(self, value: list[dict]) -> None:
         """Ends the other ranks' present call under torchrun, where every rank runs the caller's script."""

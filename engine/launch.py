@@ -7,19 +7,21 @@ Under torchrun with enough ranks each process joins; otherwise this process is r
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine import log
+from engine import expert_map, log
 from engine.attention.backend import ATTENTION_BACKENDS
 from engine.comm.control import ControlClient, ControlServer
 from engine.comm.dispatcher import DISPATCHERS
@@ -35,6 +37,7 @@ _CONFIG_KEY = "turnout/config"
 _AGREEMENT_KEY = "turnout/agreement"
 _START_TIMEOUT = timedelta(minutes=10)
 _END_SECONDS = 3.0
+_LONGEST_SHOWN = 200
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -92,7 +95,10 @@ class Follower:
         while (message := self._control.receive()) is not None:
             if message["kind"] == "return":
                 return message["value"]
-            self._replica.step_as_told(message)
+            if message["kind"] == "expert_load":
+                self._replica.runner.expert_counts()
+            else:
+                self._replica.step_as_told(message)
         return None
 
 
@@ -126,6 +132,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         known = ["auto", *table]
         if getattr(config, name) not in known:
             raise ConfigError(f"{name} {getattr(config, name)!r} is not known; use one of {', '.join(known)}.")
+    if isinstance(config.expert_map, str):  # what it says is compared between ranks, and reaches started ones
+        config = replace(config, expert_map=expert_map.read(config.expert_map))
     if config.draft not in (None, "auto"):
         raise ConfigError(f"draft={config.draft!r}: this version decodes without a draft; leave draft out.")
     return config.resolve(torch.cuda.device_count())
@@ -184,8 +192,15 @@ def _difference(ours: EngineConfig, theirs: EngineConfig, rank: int) -> str:
     for name in vars(ours):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            return f"rank {rank} was started with {name}={mine!r}, rank 0 with {other!r}; give all ranks the same."
+            mine, other = _shown(mine), _shown(other)
+            return f"rank {rank} was started with {name}={mine}, rank 0 with {other}; give all ranks the same."
     return ""
+
+
+def _shown(value: Any) -> str:
+    """A setting for a message of one line; a long one by its digest."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _start_ranks(config: EngineConfig) -> Ranks:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.config import ConfigError, EngineConfig
+from engine.expert_load import ExpertLoad
 from engine.launch import Follower, start_engine
 from engine.request import (
     CompletionDelta,
@@ -110,6 +111,19 @@ class LLM:
                 if self._ranks.joined:
                     call.value.append(asdict(delta))
                 yield delta
+
+    def expert_load(self) -> ExpertLoad:
+        """Tokens routed to each expert so far, by layer, and the ranks' shares of them.
+
+        Raises InvalidRequestError where expert_load is off.
+        """
+        if isinstance(self._engine, Follower):
+            return ExpertLoad(**self._follow()[0])
+        with self._call() as call:
+            with self._lock, _interrupts_wait():
+                load = self._engine.expert_load()
+            call.value = [asdict(load)]
+            return load
 
     def get_tokenizer(self):
         """The model's tokenizer."""

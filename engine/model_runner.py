@@ -14,12 +14,14 @@ import torch
 from engine import cache_plan, sampling
 from engine.attention import backend as attention_backends
 from engine.cache_plan import BLOCK_SIZE
-from engine.comm import choice
-from engine.comm.collectives import agree_on_minimum
+from engine.comm import choice, meter
+from engine.comm.collectives import agree_on_minimum, all_reduce
 from engine.comm.dispatcher import DispatchLimits
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
+from engine.expert_load import ExpertLoad
+from engine.expert_map import ExpertMap
 from engine.graph import CudaRecorder, DecodeGraph, GraphRunner, Recorder, capture_obstacle
 from engine.input_batch import InputBatch
 from engine.kernels import table as kernel_table
@@ -100,6 +102,45 @@ class ModelRunner:
             self.max_model_len,
         )
         self._prepare_graphs()
+        parallel.meter.clear()
+        if self.model.expert_counts is not None:
+            self.model.expert_counts.zero_()
+
+    @property
+    def gathers_expert_counts(self) -> bool:
+        """Whether reading them takes all ranks: where each routes its own rows; else each has counted every row."""
+        return self.model.shards_tokens and not self.parallel.is_alone
+
+    def expert_counts(self) -> torch.Tensor:
+        """int64 [MoE layers, slots] on the host: tokens of all ranks sent to each physical slot, each counted once.
+
+        Collective where `gathers_expert_counts`. Waits for the steps launched before.
+        """
+        counts_ME = self.model.expert_counts
+        if self.gathers_expert_counts:
+            with self.parallel.meter.apart():  # no step's
+                counts_ME, _ = all_reduce(counts_ME.clone(), self.parallel)
+        return counts_ME.cpu()
+
+    def expert_load(self) -> ExpertLoad:
+        """Collective as `expert_counts` is."""
+        config = self.model_config
+        return ExpertLoad.of(
+            self.expert_counts().tolist(),
+            config.moe_layers.start,
+            config.num_experts_per_tok,
+            self.model.expert_map,
+            self.parallel,
+        )
+
+    def comm_choice(self) -> dict[str, dict]:
+        """What was measured of dispatchers at start, and what was chosen, as `DispatcherChoice.report` tells it."""
+        return self.dispatchers.report()
+
+    def _round_seconds(self, num_rows: int) -> dict[str, float]:
+        """What one round of each kind took at start in a step of so many rows; empty where it was not measured."""
+        verbs = self.comm_choice()["rounds"].get(num_rows, {})
+        return {kind: verbs[verb] / 1e6 for kind, verb in meter.VERBS.items() if verb in verbs}
 
     def _choose_dispatchers(self, limits: DispatchLimits) -> choice.DispatcherChoice:
         sizes = choice.measured_sizes(bucket_sizes(self.max_num_seqs), limits.max_tokens)
@@ -161,6 +202,9 @@ class ModelRunner:
         agree = functools.partial(agree_on_minimum, parallel=self.parallel)
         graphs = GraphRunner(recorder, self._decode, self._draw, budget, self.parallel.meter, agree)
         graphs.capture_all(batches)
+        for size, graph in graphs.captured.items():
+            if seconds := self._round_seconds(size):
+                graph.sends.estimate(seconds)
         self.graphs = graphs
 
     def _decode(self, inputs: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -360,9 +404,11 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
             backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
             kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
             shards_tokens=choice.shards_tokens(config.moe_comm),
+            expert_map=ExpertMap.of(config, files.model_config.n_routed_experts, files.model_config.moe_layers),
+            counts_experts=config.expert_load,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
-    except CheckpointError:
+    except (CheckpointError, ConfigError):
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -9,6 +9,7 @@ from engine.model_runner import ModelRunnerOutput, PromptLogprobs
 from engine.request import CompletionDelta, Logprob, Request, RequestMetrics
 from engine.sampling import SampledLogprobs
 from engine.scheduler import SchedulerOutput
+from engine.stats import AnswerStats
 from engine.stop_strings import StopStrings
 from engine.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -34,6 +35,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
+        self.stats = AnswerStats()
         self._sequences: dict[str, _Sequence] = {}
         self._stopped: list[tuple[str, str]] = []
 
@@ -81,6 +83,7 @@ class OutputProcessor:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
+        self.stats.finish("abort")
         return CompletionDelta(
             sequence.parent_id, sequence.index, "", [], finish_reason="abort", metrics=sequence.metrics
         )
@@ -95,6 +98,7 @@ class OutputProcessor:
             reason, stop_reason = "stop", sequence.stops.matched
         self._clock(sequence, now)
         if reason is not None:
+            self.stats.finish(reason, now - sequence.arrival)
             del self._sequences[request.request_id]
             if not request.finished:
                 self._stopped.append((request.request_id, stop_reason))
@@ -128,6 +132,9 @@ class OutputProcessor:
         if sequence.first_token is None:
             sequence.first_token = now
             sequence.metrics.ttft = now - sequence.arrival
+            self.stats.time_to_first_token.observe(sequence.metrics.ttft)
+        else:
+            self.stats.inter_token_latency.observe(now - sequence.first_token - sequence.metrics.decode_time)
         sequence.metrics.decode_time = now - sequence.first_token
 
     def _token_logprobs(self, token_ids: list[int], values: SampledLogprobs) -> list[dict[int, Logprob]]:

@@ -15,6 +15,7 @@ from engine.kernels import reference
 from engine.kernels.gpu import dense, latent, norm, route
 from engine.kernels.gpu.experts_plan import BLOCK_ROWS, plan_blocks
 from engine.kernels.reference_kernels import ReferenceKernels
+from engine.kernels.table import Routing
 from tests.mla_cases import relative_error
 
 EPS = 1e-5
@@ -162,11 +163,18 @@ class Router:
     def bias(self, bench: Bench) -> torch.Tensor:
         return 0.3 * bench.random(self.experts, seed=8, dtype=torch.float32)
 
-    def run(self, bench: Bench, parts_PTW: torch.Tensor, bias_E: torch.Tensor, num_tokens: int) -> tuple:
+    def run(
+        self,
+        bench: Bench,
+        parts_PTW: torch.Tensor,
+        bias_E: torch.Tensor,
+        num_tokens: int,
+        counts_E: torch.Tensor | None = None,
+    ) -> Routing:
         count = torch.tensor([num_tokens], dtype=torch.int32, device=bench.device)
         with poisoned():
             return route.route(
-                parts_PTW, bias_E, count, self.local, self.top_k, self.normalize, self.scale, bench.dtype
+                parts_PTW, bias_E, count, self.local, self.top_k, self.normalize, self.scale, bench.dtype, counts_E
             )
 
     def expected_weights(self, scores_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
@@ -197,6 +205,22 @@ def check_route(bench: Bench, router: Router, rows: int, parts: int, num_tokens:
     if router.shared:
         gate_up = reference.add_parts(logits)[:, router.experts :].to(bench.dtype)
         assert relative_error(shared, reference.silu_mul(gate_up)) < bench.bound
+
+
+def check_route_counts(bench: Bench, router: Router, rows: int, num_tokens: int) -> None:
+    """Every choice of a row that is no padding is added to what is there, wherever its expert is; ids stay the same."""
+    logits, bias = router.logits(bench, rows, 2), router.bias(bench)
+    every_id = replace(router, local=range(router.experts)).run(bench, logits, bias, rows).ids_TK.long()
+    before = 2**40 + torch.arange(router.experts, device=bench.device)
+    expected, counts = before.clone(), before.clone()
+    tokens = torch.tensor([num_tokens], dtype=torch.int32, device=bench.device)
+    reference.count_experts(every_id, tokens, expected)
+    chosen = every_id[:num_tokens].flatten().bincount(minlength=router.experts)
+    assert torch.equal(expected, before + chosen) and int(chosen.sum()) == num_tokens * router.top_k
+    plain = router.run(bench, logits, bias, num_tokens)
+    counted = router.run(bench, logits, bias, num_tokens, counts)
+    assert torch.equal(counts, expected)
+    assert torch.equal(plain.ids_TK, counted.ids_TK) and torch.equal(plain.weights_TK, counted.weights_TK)
 
 
 def check_plan_of_one_row(bench: Bench, router: Router) -> None:

@@ -161,6 +161,14 @@ def check_finite(runner: ModelRunner, batch: int, context: int) -> None:
         raise RuntimeError(f"the step of {batch} @ {context} gave values that are not finite.")
 
 
+def communication(runner: ModelRunner, batch: int, context: int) -> dict[str, dict[str, int]]:
+    """Rounds and bytes by kind that a decode step counts; a share makes every round and sends nothing."""
+    output = decode_step(runner, batch, context)
+    with runner.parallel.meter.apart() as sends:
+        runner.execute(output).read()
+    return {"rounds": sends.rounds, "bytes": sends.bytes}
+
+
 def _mean(values: list[int]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -195,6 +203,7 @@ def run(args: argparse.Namespace) -> Report:
         "read_bytes_per_second": bandwidth,
         "matmul_flops_per_second": peak,
         "routing": args.routing,
+        "communication_a_step": communication(runner, *points[0]),
         "settings": share.settings(args),
     }
     title = f"Steps of one rank of TP{args.tp_share}, EP{args.ep_share}, {layers} layers: {model_name(args.model)}"

@@ -1,10 +1,11 @@
-"""The few collectives the layers and dispatchers are made of. Each counts the bytes that this rank sends.
+"""The few collectives the layers and dispatchers are made of. Each tells the bytes that this rank sends.
 
 A rank that is alone, in its world or as a share of one, does nothing and counts nothing sent.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,23 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_Collective = Callable[[torch.Tensor, ParallelState], tuple[torch.Tensor, int]]
+
+
+def _clocked(collective: _Collective) -> _Collective:
+    """Times it for the meter where the host waits for its end, as it does on a CPU."""
+
+    @functools.wraps(collective)
+    def run(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
+        if parallel.is_alone or x.device.type != "cpu":
+            return collective(x, parallel)
+        with parallel.meter.clock():
+            return collective(x, parallel)
+
+    return run
+
+
+@_clocked
 def all_reduce(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
     """Sum over all ranks, in place. Returns (x, bytes sent: a ring moves 2 (P-1)/P of the tensor)."""
     if parallel.is_alone:
@@ -28,6 +46,7 @@ def all_reduce(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, 
     return x, 2 * (parallel.tp - 1) * x.nbytes // parallel.tp
 
 
+@_clocked
 def all_gather(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
     """Stacks every rank's x: [P, *x.shape], in rank order ([1, *x.shape] alone). Returns (stack, bytes sent)."""
     if parallel.is_alone:
@@ -37,6 +56,7 @@ def all_gather(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, 
     return out, (parallel.tp - 1) * x.nbytes
 
 
+@_clocked
 def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, int]:
     """x_P[r] goes to rank r; row r of the result came from rank r. Returns (received, bytes sent)."""
     if parallel.is_alone:

@@ -1,8 +1,9 @@
-"""Counts communication where the calls are made: rounds and bytes by kind."""
+"""Counts communication where the calls are made: rounds, bytes and, where a clock can tell, seconds by kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,29 +13,63 @@ MOE_COMBINE = "moe_combine"
 MOE_ALL_REDUCE = "moe_all_reduce"
 OTHER = "other"
 KINDS = (ATTENTION_REDUCE, MOE_DISPATCH, MOE_COMBINE, MOE_ALL_REDUCE, OTHER)
+VERBS = {
+    ATTENTION_REDUCE: "reduce",
+    MOE_DISPATCH: "dispatch",
+    MOE_COMBINE: "combine",
+    MOE_ALL_REDUCE: "combine",
+}
+"""Kind -> the verb of a dispatcher that is counted as such."""
 
 
 @dataclass
 class CommMeter:
-    """Rounds and bytes sent by this rank, by kind. A verb of the dispatcher is one round, however it is carried out."""
+    """Rounds and bytes sent by this rank, by kind. A verb of the dispatcher is one round, however it is carried out.
+
+    seconds has the kinds alone that were timed: collectives that the host waits for are, within `clock`.
+    """
 
     rounds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    seconds: dict[str, float] = field(default_factory=dict)
+    _uncounted_seconds: float = 0.0
 
     def count(self, kind: str, num_bytes: int, rounds: int = 1) -> None:
+        """The time spent within `clock` since the count before is this kind's."""
         self.rounds[kind] += rounds
         self.bytes[kind] += num_bytes
+        if self._uncounted_seconds:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + self._uncounted_seconds
+            self._uncounted_seconds = 0.0
 
-    def add(self, other: CommMeter, times: int = 1) -> None:
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Times a collective that is counted next; one within another counts once."""
+        before, started = self._uncounted_seconds, time.perf_counter()
+        yield
+        self._uncounted_seconds = before + time.perf_counter() - started
+
+    def add(self, other: CommMeter) -> None:
         for kind in KINDS:
-            self.count(kind, times * other.bytes[kind], times * other.rounds[kind])
+            self.rounds[kind] += other.rounds[kind]
+            self.bytes[kind] += other.bytes[kind]
+        for kind, seconds in other.seconds.items():
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+
+    def estimate(self, round_seconds: Mapping[str, float]) -> None:
+        """Sets the seconds of what was counted from those of one round of each kind; 0 is as good as not measured."""
+        self.seconds = {k: self.rounds[k] * s for k, s in round_seconds.items() if self.rounds[k] and s}
 
     @contextmanager
     def apart(self) -> Iterator[CommMeter]:
         """Counts what happens within it on a meter of its own instead: what a capture would send, but has not."""
-        before, apart = CommMeter(), CommMeter()
-        before.add(self)
-        yield apart
-        apart.add(self)
-        apart.add(before, -1)
-        self.add(apart, -1)
+        mine, apart = vars(self).copy(), CommMeter()
+        vars(self).update(vars(apart))
+        try:
+            yield apart
+        finally:
+            vars(self).update(mine)
+
+    def clear(self) -> None:
+        """Forgets everything: what was sent while an engine was being prepared is no step's."""
+        vars(self).update(vars(CommMeter()))

@@ -81,6 +81,12 @@ def route(
     return ids_TK, weights_TK * scale
 
 
+def count_experts(ids_TK: torch.Tensor, num_tokens_1: torch.Tensor, counts_E: torch.Tensor) -> None:
+    """Adds to the int64 counts, in place, how many of the first num_tokens_1 rows chose each expert."""
+    counted_T = torch.arange(ids_TK.shape[0], device=ids_TK.device) < num_tokens_1
+    counts_E.index_add_(0, ids_TK.flatten(), counted_T.unsqueeze(1).expand_as(ids_TK).flatten().long())
+
+
 def local_ids(ids_TK: torch.Tensor, local_experts: range, num_tokens_1: torch.Tensor) -> torch.Tensor:
     """Ids counted from this rank's first expert; -1 for experts elsewhere and in rows from num_tokens_1 on."""
     elsewhere_TK = (ids_TK < local_experts.start) | (ids_TK >= local_experts.stop)

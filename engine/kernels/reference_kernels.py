@@ -84,10 +84,13 @@ class ReferenceKernels:
         top_k: int,
         normalize: bool,
         scale: float,
+        counts_E: torch.Tensor | None = None,
     ) -> Routing:
         num_experts = bias_E.shape[0]
         # Scores in float32 throughout: logits rounded to bfloat16 would reorder experts.
         logits_TE = F.linear(x_TD.float(), weight[:num_experts].float())
         ids_TK, weights_TK = reference.route(logits_TE, bias_E, top_k, normalize, scale)
+        if counts_E is not None:
+            reference.count_experts(ids_TK, num_tokens_1, counts_E)
         ids_TK = reference.local_ids(ids_TK, local_experts, num_tokens_1)
         return Routing(ids_TK, weights_TK, reference.silu_mul(F.linear(x_TD, weight[num_experts:])))

@@ -96,8 +96,12 @@ class Kernels(Protocol):
         top_k: int,
         normalize: bool,
         scale: float,
+        counts_E: torch.Tensor | None = None,
     ) -> Routing:
-        """x times [router | shared gate | shared up], and the choice of experts."""
+        """x times [router | shared gate | shared up], and the choice of experts.
+
+        counts_E: int64, grows by one for each expert that a row chooses, local or not; padding rows choose none.
+        """
 
 
 def _reference() -> Kernels:

@@ -14,7 +14,7 @@ from engine.comm.dispatcher import Norm, TokenDispatcher
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.table import Kernels, Routing
 from engine.layers.linear import Linear, whole
-from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
+from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty, reordered
 from engine.layers.quant import FloatExperts
 from engine.weights import TensorSpec
 
@@ -22,8 +22,9 @@ from engine.weights import TensorSpec
 class Router(nn.Module):
     """Chooses experts; the first half of the shared expert, which reads the same input, shares its product.
 
-    shared: (columns of the shared expert, this rank's among them), None without one. The bias stays in float32: rounded
-    to bfloat16 it would reorder experts.
+    shared: (columns of the shared expert, this rank's among them), None without one. counts_E: int64, where each
+    choice of a row on this rank is counted, whichever rank holds the expert; None counts nothing. The bias stays in
+    float32: rounded to bfloat16 it would reorder experts.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Router(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        counts_E: torch.Tensor | None = None,
     ):
         super().__init__()
+        self.counts_E = counts_E
         self.top_k, self.normalize, self.scale, self.kernels = top_k, normalize, scale, kernels
         parts = {"gate": whole(num_experts)}
         if shared is not None:
@@ -57,11 +60,17 @@ class Router(nn.Module):
             self.top_k,
             self.normalize,
             self.scale,
+            self.counts_E,
         )
 
-    def specs(self, prefix: str) -> dict[str, TensorSpec]:
+    def specs(self, prefix: str, slots: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
+        """slots: the expert of each of the router's rows, None for the checkpoint's order."""
         bias = TensorSpec(tuple(self.bias.shape), FLOAT_TYPES, (WHOLE,), copy_into(self.bias))
-        return self.first.specs(prefix) | {f"{prefix}gate.e_score_correction_bias": bias}
+        specs = self.first.specs(prefix) | {f"{prefix}gate.e_score_correction_bias": bias}
+        if slots is None:
+            return specs
+        names = (f"{prefix}gate.weight", f"{prefix}gate.e_score_correction_bias")
+        return specs | {name: reordered(specs[name], slots) for name in names}
 
 
 class DenseFeedForward(nn.Module):
@@ -92,13 +101,20 @@ class MoEFeedForward(nn.Module):
 
     shared_down: the shared expert's second half, None without one. `sums_shared`: the rows that experts compute are the
     rows this rank holds, so the router's plan is theirs and the shared expert's output is summed with theirs; otherwise
-    it joins in the combine.
+    it joins in the combine. slots: the checkpoint's expert in each place, None where each is in its own.
     """
 
     def __init__(
-        self, router: Router, experts: FloatExperts, shared_down: Linear | None, sums_shared: bool, kernels: Kernels
+        self,
+        router: Router,
+        experts: FloatExperts,
+        shared_down: Linear | None,
+        sums_shared: bool,
+        kernels: Kernels,
+        slots: tuple[int, ...] | None = None,
     ):
         super().__init__()
+        self.slots = slots
         self.router = router
         self.experts = experts
         self.shared_down = shared_down
@@ -122,5 +138,5 @@ class MoEFeedForward(nn.Module):
         return dispatcher.combine(self.experts(*routed), sent.handle, residual_tD, norm, shared_tD)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
-        specs = self.router.specs(prefix) | self.experts.specs(f"{prefix}experts.")
+        specs = self.router.specs(prefix, self.slots) | self.experts.specs(f"{prefix}experts.", self.slots)
         return specs if self.shared_down is None else specs | self.shared_down.specs(prefix)

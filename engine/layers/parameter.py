@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,16 @@ def copy_into(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
         target.copy_(value)
 
     return store
+
+
+def reordered(spec: TensorSpec, order: Sequence[int]) -> TensorSpec:
+    """The same tensor, read whole along its first dimension, with the file's row order[i] stored as row i."""
+    rows = list(order)
+
+    def store(value: torch.Tensor) -> None:
+        spec.store(value[rows])
+
+    return replace(spec, store=store)
 
 
 def spec(shape: tuple[int, ...], part: tuple[slice, ...], target: torch.Tensor) -> TensorSpec:

@@ -53,13 +53,16 @@ class FloatExperts(nn.Module):
         """
         return reference.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down, shared_act_TI, shared_down_DI)
 
-    def specs(self, prefix: str) -> dict[str, TensorSpec]:
-        """Keys are prefix + "{expert}.{gate,up,down}_proj" + what the storage adds; all ranks' experts are listed."""
+    def specs(self, prefix: str, slots: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
+        """Keys are prefix + "{expert}.{gate,up,down}_proj" + what the storage adds; all ranks' experts are listed.
+
+        slots: the checkpoint's expert in each place, None where each is in its own.
+        """
         specs: dict[str, TensorSpec] = {}
-        for expert in range(self.num_experts):
-            here = expert in self.local
+        for slot, expert in enumerate(slots or range(self.num_experts)):
+            here = slot in self.local
             for name in ("gate_proj", "up_proj", "down_proj"):
-                target = self._target(name, expert - self.local.start) if here else None
+                target = self._target(name, slot - self.local.start) if here else None
                 specs |= self._tensor_specs(f"{prefix}{expert}.{name}", name == "down_proj", target)
         return specs
 

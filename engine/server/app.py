@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
 
-from engine.server import info, responses
+from engine.server import info, metrics, responses
 from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
 from engine.server.completions import create_completion
@@ -53,10 +53,14 @@ def _router() -> APIRouter:
         ("/v1/models", info.list_models, responses.ModelList, (401, 500)),
         ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (401, 404, 500)),
         ("/health", info.health, responses.Health, (500, 503)),
+        ("/expert_load", info.expert_load, responses.ExpertLoad, (401, 404, 500, 503)),
         ("/version", info.version, responses.Version, (401, 500)),
     )
     for path, handler, answer, statuses in gets:
         router.add_api_route(path, handler, methods=["GET"], response_model=answer, responses=errors(*statuses))
+    router.add_api_route(
+        "/metrics", metrics.metrics, methods=["GET"], response_class=metrics.Text, responses=errors(401, 500, 503)
+    )
     return router
 
 

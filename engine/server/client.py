@@ -124,6 +124,24 @@ class _Running:
     num_running: int
 
 
+class _Question:
+    """Something that one coroutine wants to know of the core."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self.function = function
+        self.loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Any] = self.loop.create_future()
+
+    # The event loop runs these on behalf of the core thread.
+    def succeed(self, value: Any) -> None:
+        if not self.answer.done():
+            self.answer.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 class EngineClient:
     """Runs `core` in its own thread and serves any number of coroutines.
 
@@ -146,6 +164,7 @@ class EngineClient:
         self._error: BaseException | None = None
         self._running: dict[str, _Running] = {}
         self._entering: dict[str, RequestStream] = {}
+        self._questions: set[_Question] = set()
         core.on_failure(self._notify)
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
@@ -185,6 +204,20 @@ class EngineClient:
             stream.close()
             raise
         return stream
+
+    async def ask(self, function: Callable[[Any], Any]) -> Any:
+        """What `function(core)` returns or raises, called in the core thread between two steps.
+
+        Raises EngineDeadError if the engine cannot serve.
+        """
+        question = _Question(function)
+        with self._work:
+            if not self.is_healthy:
+                raise EngineDeadError("the engine has stopped")
+            self._questions.add(question)
+            self._inbox.append(lambda: self._answer(question))
+            self._work.notify()
+        return await question.answer
 
     def abort(self, request_id: str) -> None:
         """Ends a request early and frees its blocks; an unknown id is ignored. Safe from any thread."""
@@ -253,6 +286,16 @@ class EngineClient:
             del self._entering[stream.request_id]
         self._call(stream.loop, stream._accept, refusal)
 
+    def _answer(self, question: _Question) -> None:
+        try:
+            value = question.function(self._core)
+        except Exception as error:  # the asker's affair; if it was the engine that failed, the core says so next
+            self._call(question.loop, question.fail, error)
+        else:
+            self._call(question.loop, question.succeed, value)
+        with self._work:
+            self._questions.remove(question)
+
     def _abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
             self._core.abort_request(request_id)
@@ -274,11 +317,15 @@ class EngineClient:
         with self._work:  # after this no new request enters: is_healthy is false
             self._closing = True
             streams = [r.stream for r in self._running.values()] + list(self._entering.values())
+            questions = list(self._questions)
+            self._questions.clear()
             self._running.clear()
             self._entering.clear()
             self._inbox.clear()
         for stream in streams:
             self._call(stream.loop, stream._fail, error)
+        for question in questions:
+            self._call(question.loop, question.fail, error)
 
     def _call(self, loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> None:
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
+from engine.expert_load import ExpertLoad
 from engine.server.chat import encode_chat
 from engine.server.context import ServerContext, new_id
 from engine.server.errors import ENGINE_DEAD_MESSAGE, ApiError, bad_request
@@ -15,6 +17,8 @@ from engine.server.fields import check_extra_fields
 from engine.server.protocol import DetokenizeRequest, RequestModel, TokenizeRequest
 from engine.server.transport import json_response
 from engine.version import __version__
+
+EXPERT_LOAD_SECONDS = 1.0  # counts are read from the device no more often
 
 
 def _card(context: ServerContext, name: str) -> dict[str, Any]:
@@ -47,6 +51,18 @@ async def health(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     return json_response({"version": __version__})
+
+
+async def expert_load(request: Request) -> Response:
+    """Tokens routed to each expert, at most a second old."""
+    load = await ServerContext.of(request).client.ask(_expert_load)
+    if load is None:
+        raise ApiError(404, "This server does not count experts; start it without --no-expert-load.", code="not_found")
+    return json_response(asdict(load))
+
+
+def _expert_load(core: Any) -> ExpertLoad | None:
+    return core.expert_load(EXPERT_LOAD_SECONDS) if core.counts_experts else None
 
 
 def _with_warnings(answer: dict[str, Any], body: RequestModel) -> Response:

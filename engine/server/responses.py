@@ -158,6 +158,16 @@ class Version(ResponseModel):
     version: str
 
 
+class ExpertLoad(ResponseModel):
+    """`layers[l][e]`: tokens that layer first_moe_layer + l sent to expert e; `ranks[l][r]`: rank r's share of them."""
+
+    layers: list[list[int]]
+    first_moe_layer: int
+    num_tokens: int
+    rank_imbalance_ratio: float | None
+    ranks: list[list[float]]
+
+
 class Tokens(ResponseModel):
     tokens: list[int]
     count: int

@@ -88,6 +88,10 @@ class KimiConfig:
             is_quantized=_is_quantized(text.get("quantization_config") or config.get("quantization_config")),
         )
 
+    @property
+    def moe_layers(self) -> range:
+        return range(min(self.first_k_dense_replace, self.num_hidden_layers), self.num_hidden_layers)
+
     def is_dense(self, layer: int) -> bool:
         return layer < self.first_k_dense_replace
 

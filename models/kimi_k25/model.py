@@ -15,6 +15,7 @@ from engine.attention.backend import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import Norm
 from engine.comm.parallel_state import ParallelState
+from engine.expert_map import ExpertMap
 from engine.kernels.table import Kernels
 from engine.layers.embedding import Embedding, LMHead
 from engine.layers.linear import Linear, whole
@@ -62,7 +63,10 @@ class DecoderLayer(nn.Module):
 
 class KimiModel(nn.Module):
     """One rank's share of the model. `expert_storage` is a key of EXPERT_STORAGE; `shards_tokens` tells whether the
-    dispatchers in use hand each rank only a share of the rows, so that it needs the shared expert whole."""
+    dispatchers in use hand each rank only a share of the rows, so that it needs the shared expert whole.
+
+    expert_counts: int64 [MoE layers, experts] on the device, by physical slot, where the rows that this rank routes are
+    counted; None where `counts_experts` is false."""
 
     def __init__(
         self,
@@ -74,8 +78,15 @@ class KimiModel(nn.Module):
         kernels: Kernels,
         expert_storage: str,
         shards_tokens: bool,
+        expert_map: ExpertMap | None = None,
+        counts_experts: bool = False,
     ):
         super().__init__()
+        self.expert_map = expert_map or ExpertMap()
+        self.expert_counts: torch.Tensor | None = None
+        if counts_experts:
+            shape = (len(config.moe_layers), config.n_routed_experts)
+            self.expert_counts = torch.zeros(shape, dtype=torch.int64, device=parallel.device)
         self.config, self.parallel, self.dtype = config, parallel, dtype
         self.backend, self.kernels = backend, kernels
         self.expert_storage, self.shards_tokens = expert_storage, shards_tokens
@@ -91,7 +102,7 @@ class KimiModel(nn.Module):
 
     def _layer(self, index: int) -> DecoderLayer:
         attention = self._attention()
-        feed_forward = self._dense() if self.config.is_dense(index) else self._moe()
+        feed_forward = self._dense() if self.config.is_dense(index) else self._moe(index)
         return DecoderLayer(attention, feed_forward, self._norm(), self._norm())
 
     def _attention(self) -> MLA:
@@ -115,7 +126,7 @@ class KimiModel(nn.Module):
         config = self.config
         return DenseFeedForward(config.hidden_size, config.intermediate_size, self.parallel, self.dtype, self.kernels)
 
-    def _moe(self) -> MoEFeedForward:
+    def _moe(self, index: int) -> MoEFeedForward:
         config, parallel = self.config, self.parallel
         shared, shared_down = None, None
         if config.n_shared_experts:
@@ -134,11 +145,13 @@ class KimiModel(nn.Module):
             self.dtype,
             parallel.device,
             self.kernels,
+            None if self.expert_counts is None else self.expert_counts[index - config.moe_layers.start],
         )
         experts = EXPERT_STORAGE[self.expert_storage](
             config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, parallel, self.dtype
         )
-        return MoEFeedForward(router, experts, shared_down, not self.shards_tokens, self.kernels)
+        slots = self.expert_map.of_layer(index)
+        return MoEFeedForward(router, experts, shared_down, not self.shards_tokens, self.kernels, slots)
 
     def forward(self, batch: ForwardBatch, caches: torch.Tensor) -> torch.Tensor:
         """caches: [layers, blocks, block_size, C + R]. Returns the final norm's output for all tokens, [T, D]."""

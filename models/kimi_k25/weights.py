@@ -8,6 +8,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.comm.parallel_state import ParallelState
+from engine.expert_map import ExpertMap
 from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
 from engine.layers.quant import detect_storage, packs
@@ -28,6 +29,8 @@ def load_model(
     backend: AttentionBackend,
     kernels: Kernels,
     shards_tokens: bool,
+    expert_map: ExpertMap | None = None,
+    counts_experts: bool = False,
     dummy_seed: int | None = None,
 ) -> KimiModel:
     """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
@@ -45,6 +48,8 @@ def load_model(
             kernels=kernels,
             expert_storage=_held_as(storage, config, parallel, kernels),
             shards_tokens=shards_tokens,
+            expert_map=expert_map,
+            counts_experts=counts_experts,
         )
 
     if kernels.needs_powers_of_two:

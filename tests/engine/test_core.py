@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import engine.cache_plan
 import engine.core
 import engine.model_runner
 from engine.config import EngineConfig
@@ -28,6 +29,7 @@ EOS = 256 + SMALL.num_merges + 1
 def small_blocks():
     """Blocks of 8 tokens, so that short requests cross many."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.cache_plan, "BLOCK_SIZE", BLOCK)
         patch.setattr(engine.core, "BLOCK_SIZE", BLOCK)
         patch.setattr(engine.model_runner, "BLOCK_SIZE", BLOCK)
         yield

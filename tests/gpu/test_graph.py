@@ -51,6 +51,20 @@ def test_graphs_change_no_token(replayed, eager, count):
     assert tokens_of(replayed, *some) == tokens_of(eager, *some)
 
 
+@pytest.mark.parametrize("count", [1, 3, MOST])
+def test_replayed_steps_count_experts_without_their_padding(replayed, count):
+    """Steps of a token a request, in buckets larger than the number of requests; the prompts count too."""
+    before = replayed.expert_load()
+    outputs = replayed.generate(*(prompts(count), params_of(count, temperature=0.0)))
+    after = replayed.expert_load()
+    tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
+    ahead = replayed._engine.replica.overlap * count  # a step in flight when a request ends computes one token too many
+    assert tokens <= after.num_tokens - before.num_tokens <= tokens + ahead
+    growth = [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(after.layers, before.layers, strict=True)]
+    top_k = replayed._engine.replica.runner.model_config.num_experts_per_tok
+    assert {sum(row) for row in growth} == {(after.num_tokens - before.num_tokens) * top_k}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_replay_is_the_padded_step_itself(replayed, temperature):
     runner = replayed._engine.replica.runner

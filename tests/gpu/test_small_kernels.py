@@ -57,6 +57,12 @@ def test_between_the_products_of_attention(rows):
     small.check_rope(BENCH, rows, 8, 128, 64)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 64, 2048])
+def test_choices_are_counted(rows):
+    for num_tokens in (rows, rows - 1):
+        small.check_route_counts(BENCH, small.Router(384, 8, range(48, 96), 256), rows, num_tokens)
+
+
 @pytest.mark.parametrize("local", [range(384), range(48, 96)])
 @pytest.mark.parametrize("shared", [0, 256])
 def test_router(local, shared):

@@ -84,12 +84,13 @@ class TritonKernels:
         top_k: int,
         normalize: bool,
         scale: float,
+        counts_E: torch.Tensor | None = None,
     ) -> Routing:
         if _is_small(x_TD):
             parts = self.partial(x_TD, weight)
         else:  # float32 here too: logits rounded to bfloat16 would reorder experts
             parts = torch.mm(x_TD, weight.t(), out_dtype=torch.float32).unsqueeze(0)
-        return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype)
+        return route.route(parts, bias_E, num_tokens_1, local_experts, top_k, normalize, scale, x_TD.dtype, counts_E)
 
 
 def _is_small(x_TI: torch.Tensor) -> bool:

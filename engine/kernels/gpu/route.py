@@ -39,6 +39,7 @@ def route_kernel(
     rows_ptr,
     slot_weights_ptr,
     num_blocks_ptr,
+    counts_ptr,
     num_rows,
     first_expert,
     num_local,
@@ -51,6 +52,7 @@ def route_kernel(
     BLOCK_I: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PLAN_ROWS: tl.constexpr,
+    COUNTS: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -77,7 +79,10 @@ def route_kernel(
         weights = tl.sum(tl.where(chosen, scores[None, :], 0.0), 1)
         if NORMALIZE:
             weights = weights / (tl.sum(weights, 0) + 1e-20)
-        here = (ids >= first_expert) & (ids < first_expert + num_local) & (row < tl.load(num_tokens_ptr))
+        is_token = row < tl.load(num_tokens_ptr)
+        if COUNTS:  # no order among them: integers add up to the same
+            tl.atomic_add(counts_ptr + ids, tl.full((BLOCK_K,), 1, tl.int64), mask=(k < K) & is_token, sem="relaxed")
+        here = (ids >= first_expert) & (ids < first_expert + num_local) & is_token
         ids = tl.where(here & (k < K), ids - first_expert, -1)
         tl.store(ids_ptr + row * K + k, ids, mask=k < K)
         tl.store(weights_ptr + row * K + k, weights * scale, mask=k < K)
@@ -115,13 +120,14 @@ def route(
     normalize: bool,
     scale: float,
     dtype: torch.dtype,
+    counts_E: torch.Tensor | None = None,
 ) -> Routing:
     """Local expert ids int32 [T, K] (-1 = not here, or a padding row), weights float32 [T, K], the shared expert's
     activation [T, I], and for a single row the plan of its products.
 
     parts_PTW: float32 parts of x's product with [router | gate | up], W = E + 2I. Rows from num_tokens_1 on are
-    padding. The experts are those of
-    `engine.kernels.reference.route`, in falling order of score.
+    padding. The experts are those of `engine.kernels.reference.route`, in falling order of score. counts_E: int64, to
+    which each choice is added as by `engine.kernels.reference.count_experts`.
     """
     num_parts, num_rows, width = parts_PTW.shape
     num_experts = bias_E.shape[0]
@@ -139,6 +145,7 @@ def route(
         weights_TK,
         shared_TI,
         *(plan or [ids_TK, ids_TK, ids_TK, weights_TK, ids_TK]),  # stand-ins that nothing writes
+        ids_TK if counts_E is None else counts_E,
         num_rows,
         local_experts.start,
         len(local_experts),
@@ -151,6 +158,7 @@ def route(
         BLOCK_I=max(triton.next_power_of_2(inner), 1),
         NORMALIZE=normalize,
         PLAN_ROWS=BLOCK_ROWS if plan else 0,
+        COUNTS=counts_E is not None,
         PARTS=num_parts,
         num_warps=WARPS,
         **pdl.launch_options(device),
@@ -164,10 +172,11 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     signature = dict.fromkeys(names, "*fp32") | {"num_tokens_ptr": "*i32", "ids_ptr": "*i32", "shared_ptr": "*bf16"}
     signature |= {"num_rows": "i32", "first_expert": "i32", "num_local": "i32", "scale": "fp32"}
     signature |= dict.fromkeys(("block_experts_ptr", "block_sizes_ptr", "rows_ptr", "num_blocks_ptr"), "*i32")
-    signature["slot_weights_ptr"] = "*fp32"
+    signature |= {"slot_weights_ptr": "*fp32", "counts_ptr": "*i64"}
     chosen = {"E": 384, "BLOCK_E": 512, "K": 8, "BLOCK_K": 8, "NORMALIZE": True, "PDL": capability >= (9, 0)}
     return [
-        (f"route {inner} {parts}", route_kernel, signature,
-         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts, "PLAN_ROWS": rows}, {"num_warps": WARPS})
-        for inner, parts, rows in ((256, 8, BLOCK_ROWS), (0, 1, 0))
+        (f"route {inner} {parts} {rows} {counts}", route_kernel, signature,
+         chosen | {"INNER": inner, "BLOCK_I": max(inner, 1), "PARTS": parts, "PLAN_ROWS": rows, "COUNTS": counts},
+         {"num_warps": WARPS})
+        for inner, parts, rows, counts in ((256, 8, BLOCK_ROWS, True), (256, 8, 0, True), (0, 1, 0, False))
     ]  # fmt: skip

@@ -58,6 +58,9 @@ def test_step(tmp_path, model, ep, routing):
     assert many["weights GB"] > one["weights GB"] and many["experts a layer"] > one["experts a layer"]
     assert result["world"] == {"tp": 2, "ep": ep} and result["layers"] == 2
     assert prefill["TFLOP"] > 0 and one["TFLOP"] is None
+    counted = result["communication_a_step"]
+    rounds = {"attention_reduce": 2, "moe_dispatch": 1, "moe_combine": 2, "moe_all_reduce": 0, "other": 2}
+    assert counted["rounds"] == rounds and set(counted["bytes"].values()) == {0}
 
 
 def test_moe(tmp_path, model):

@@ -6,7 +6,9 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from engine.comm.meter import KINDS
 from engine.request import CompletionDelta, InvalidRequestError, Logprob, RequestMetrics, SamplingParams
+from engine.stats import AnswerStats, EngineStats
 from engine.tokenizer import IncrementalDecoder
 
 
@@ -56,6 +58,7 @@ class FakeCore:
         self.changed = threading.Condition()
         self.threads: set[int] = set()
         self.failure: str | None = None
+        self.comm_choice: dict = {}
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.threads.add(threading.get_ident())
@@ -96,6 +99,18 @@ class FakeCore:
         with self.changed:
             self.changed.notify_all()
         return deltas
+
+    def stats(self) -> EngineStats:
+        """Made-up numbers but for what runs; times and choices are not its business."""
+        self.threads.add(threading.get_ident())
+        answers, kinds = AnswerStats(), dict.fromkeys(KINDS, 0)
+        return EngineStats(
+            len(self.running), 0, 0.0, 0, self.num_steps, 0, 0, answers.finished,
+            answers.time_to_first_token.snapshot(), answers.inter_token_latency.snapshot(),
+            answers.e2e_latency.snapshot(), kinds, kinds, {}, self.comm_choice,
+        )  # fmt: skip
+
+    counts_experts = False
 
     def on_failure(self, callback) -> None:
         self._on_failure = callback

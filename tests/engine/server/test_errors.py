@@ -165,6 +165,7 @@ def test_api_keys():
     with serving(api_keys=["first", "zweit\u00e9"]) as server, server.http() as http:
         paths = ["/v1/models", "/v1/models/tiny", "/version", "/docs", "/redoc", "/openapi.json", "/nope", CHAT]
         paths += ["//v1/models", "/v1/../v1/models", "/V1/models", "/v1%2fmodels", "/v1/models/", "/health/", "/Health"]
+        paths += ["/metrics", "/metrics/", "//metrics", "/expert_load"]
         for path in [*paths, *POSTS]:
             for method in ("GET", "POST", "HEAD", "OPTIONS"):
                 response = http.request(method, path)

@@ -117,6 +117,14 @@ def test_experts_elsewhere_and_padding_rows(local, num_tokens):
 
 
 @interpreted
+@pytest.mark.parametrize(("rows", "num_tokens"), [(1, 1), (1, 0), (5, 3), (40, 40)])
+@pytest.mark.parametrize("local", [range(24), range(8, 16)])
+@pytest.mark.parametrize("top_k", [1, 6, 8])
+def test_choices_are_counted(rows, num_tokens, local, top_k):
+    small.check_route_counts(BENCH, small.Router(24, top_k, local), rows, num_tokens)
+
+
+@interpreted
 def test_weights_as_they_are_and_one_expert():
     small.check_route(BENCH, small.Router(10, 3, range(10), 8, normalize=False, scale=1.0), 3, 3, 3)
     small.check_route(BENCH, small.Router(1, 1, range(1)), 2, 1, 2)

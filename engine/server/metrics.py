@@ -1,0 +1,155 @@
+"""`GET /metrics`: one snapshot of the engine in Prometheus' text format. A further group is a function in `_GROUPS`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.responses import Response
+
+from engine.expert_load import ExpertLoad
+from engine.server.context import ServerContext
+from engine.server.info import EXPERT_LOAD_SECONDS
+from engine.stats import Distribution, EngineStats
+
+PREFIX = "turnout_"
+
+
+class Text(Response):
+    media_type = CONTENT_TYPE_LATEST
+
+
+class EngineCollector(Collector):
+    """The metric families of one snapshot; `load` is None where experts are not counted."""
+
+    def __init__(self, stats: EngineStats, load: ExpertLoad | None):
+        self._stats, self._load = stats, load
+
+    def collect(self) -> Iterator[Metric]:
+        for group in _GROUPS:
+            yield from group(self._stats)
+        if self._load is not None:
+            yield from _experts(self._load)
+
+
+async def metrics(request: Request) -> Response:
+    """Counters and gauges of the engine, for Prometheus."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineCollector(*await ServerContext.of(request).client.ask(_snapshot)))
+    return Text(generate_latest(registry))
+
+
+def _snapshot(core: Any) -> tuple[EngineStats, ExpertLoad | None]:
+    return core.stats(), core.expert_load(EXPERT_LOAD_SECONDS) if core.counts_experts else None
+
+
+def _requests(stats: EngineStats) -> Iterator[Metric]:
+    yield _gauge("num_requests_running", "Answers being generated.", stats.num_running)
+    yield _gauge("num_requests_waiting", "Answers waiting for their first step.", stats.num_waiting)
+    yield _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks that requests hold.", stats.kv_cache_usage)
+    finished = CounterMetricFamily(
+        f"{PREFIX}request_finished", "Answers that ended; a request with n > 1 has n of them.", labels=["reason"]
+    )
+    for reason, count in stats.num_finished.items():
+        finished.add_metric([reason], count)
+    yield finished
+
+
+def _work(stats: EngineStats) -> Iterator[Metric]:
+    yield _counter("steps", "Steps of the model.", stats.num_steps)
+    yield _counter("prompt_tokens", "Tokens of accepted prompts.", stats.num_prompt_tokens)
+    yield _counter("generation_tokens", "Tokens generated.", stats.num_generated_tokens)
+    yield _counter(
+        "num_preemptions", "Times a request lost its KV blocks and was computed again.", stats.num_preemptions
+    )
+
+
+def _latencies(stats: EngineStats) -> Iterator[Metric]:
+    for name, help_text, values in (
+        ("time_to_first_token", "From a request's arrival to its first token.", stats.time_to_first_token),
+        ("inter_token_latency", "Between two tokens of an answer.", stats.inter_token_latency),
+        ("e2e_request_latency", "From a request's arrival to the end of its answer.", stats.e2e_latency),
+    ):
+        yield _histogram(f"{name}_seconds", help_text, values)
+
+
+def _communication(stats: EngineStats) -> Iterator[Metric]:
+    estimated = (
+        "Seconds in communication: on CPU ranks by the clock, in replayed steps estimated from the latencies measured "
+        "at start. Absent where nothing was measured."
+    )
+    for name, help_text, values in (
+        ("comm_rounds", "Communication rounds of rank 0, replayed steps included.", stats.comm_rounds),
+        ("comm_bytes", "Bytes that rank 0 sent.", stats.comm_bytes),
+        ("comm_seconds", estimated, stats.comm_seconds),
+    ):
+        family = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=["kind"])
+        for kind, value in values.items():
+            family.add_metric([kind], value)
+        if values:
+            yield family
+
+
+def _dispatchers(stats: EngineStats) -> Iterator[Metric]:
+    """What was measured at start, and which of it is in use."""
+    choice = stats.comm_choice
+    if not choice:
+        return
+    info = InfoMetricFamily(
+        f"{PREFIX}moe_comm",
+        "The dispatcher in use for steps of up to so many rows, and the microseconds of a layer's rounds measured.",
+        labels=["rows", "dispatcher"],
+    )
+    for rows, name in choice["chosen"].items():
+        measured = choice["microseconds"].get(rows, {}).get(name)
+        info.add_metric([str(rows), name], {} if measured is None else {"microseconds": f"{measured:.2f}"})
+    yield info
+    latencies = GaugeMetricFamily(
+        f"{PREFIX}moe_comm_microseconds",
+        "Microseconds of a layer's communication rounds, measured at start.",
+        labels=["rows", "dispatcher"],
+    )
+    for rows, by_name in choice["microseconds"].items():
+        for name, value in by_name.items():
+            latencies.add_metric([str(rows), name], value)
+    if latencies.samples:
+        yield latencies
+
+
+def _experts(load: ExpertLoad) -> Iterator[Metric]:
+    if load.rank_imbalance_ratio is not None:
+        yield _gauge(
+            "moe_rank_imbalance_ratio",
+            "Routed tokens of the busiest rank over the mean of all, averaged over layers, since the start; 1 is even.",
+            load.rank_imbalance_ratio,
+        )
+
+
+_GROUPS = (_requests, _work, _latencies, _communication, _dispatchers)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{PREFIX}{name}", help_text, value=value)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"{PREFIX}{name}", help_text, value=value)
+
+
+def _histogram(name: str, help_text: str, values: Distribution) -> Metric:
+    buckets, so_far = [], 0
+    for bound, count in zip((*values.bounds, float("inf")), values.counts, strict=True):
+        so_far += count
+        buckets.append((floatToGoString(bound), so_far))
+    return HistogramMetricFamily(f"{PREFIX}{name}", help_text, buckets=buckets, sum_value=values.total)
