@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import two_gpus_steps, two_gpus_tokens
+from benchmarks import two_gpus_latency, two_gpus_steps, two_gpus_tokens
 from benchmarks.ranks import ROOT, environment, on_ranks
+from engine.bench.report import model_name
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
+from engine.comm.parallel_state import ParallelState
 from engine.config import FULL_CONFIG, TINY_CHECKPOINT
 
 TP = 2
@@ -59,19 +61,28 @@ def _obstacles(options: Options, ep: int, dtype: str | None = None) -> Item:
 
     def ask(_: dict, seconds: float) -> dict[str, Any]:
         settings = _sizes(options) | ({} if dtype is None else {"dtype": dtype})
-        work = "benchmarks.two_gpus_latency:obstacles_of_rank"
-        ranks = on_ranks(work, settings, TP, ep, options.device, seconds)
+        if options.device == "cpu":  # asking keeps no GPU's memory from the ranks
+            ranks = [two_gpus_latency.obstacles_of_rank(ParallelState(tp=TP, ep=ep), **settings)]
+        else:
+            work = "benchmarks.two_gpus_latency:obstacles_of_rank"
+            ranks = on_ranks(work, settings, TP, ep, options.device, seconds)
         return {"reasons": {name: next(filter(None, (r[name] for r in ranks)), None) for name in ranks[0]}}
 
     return ask
 
 
-def _able(done: dict[str, Any], ep: int, name: str) -> None:
-    obstacles = done.get(f"obstacles ep{ep}", {}).get("reasons")
-    if obstacles is None:
+def _reasons(done: dict[str, Any], ep: int) -> dict[str, str | None]:
+    """Dispatcher -> what keeps it from running, or None."""
+    reasons = done[f"obstacles ep{ep}"].get("reasons")
+    if reasons is None:
         raise RuntimeError("the item that asks for obstacles failed.")
-    if obstacles[name] is not None:
-        raise Unable(f"{name} {obstacles[name]}")
+    return reasons
+
+
+def _able(done: dict[str, Any], ep: int, name: str) -> None:
+    reason = _reasons(done, ep)[name]
+    if reason is not None:
+        raise Unable(f"{name} {reason}")
 
 
 def _program(module: str, arguments: Callable[[Options], list[str]]) -> Callable[[Options], Items]:
@@ -184,13 +195,14 @@ def _steps(ep: int) -> Callable[[Options], Items]:
 
         def measure(shards: bool) -> Item:
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
-                reasons = done[f"obstacles ep{ep}"]["reasons"]
+                reasons = _reasons(done, ep)
                 kind = [n for n in options.dispatchers if dispatcher_class(n).shards_tokens == shards]
                 able = [name for name in kind if reasons[name] is None]
                 if not able:
                     raise Unable("; ".join(f"{name} {reasons[name]}" for name in kind) or "none was asked for")
                 rows = two_gpus_steps.measure(TP, ep, options.device, seconds, cut | {"dispatchers": able})
-                return {"cut": cut, "rows": rows, "left out": {n: reasons[n] for n in kind if n not in able}}
+                left_out = {name: reasons[name] for name in kind if name not in able}
+                return {"cut": cut | {"model": model_name(cut["model"])}, "rows": rows, "left out": left_out}
 
             return call
 

@@ -56,6 +56,7 @@ def soak_of_rank(
         "wrong": wrong,
         "looks_with_unequal_bits": unequal,
         "captured": steps[0].graph is not None,
+        "real_rows_of_sizes": {step.size: [min(step.real_S), max(step.real_S)] for step in steps},
         "seconds": time.monotonic() - started,
     }
     del step, steps

@@ -35,6 +35,7 @@ def rows_of_rank(
     parallel: ParallelState, model: str, overrides: dict[str, int], dispatchers: list[str], points: str, replays: int
 ) -> dict[str, list[dict[str, Any]]]:
     """dispatchers: of one kind, all with sharded tokens or all without, since they use the same weights."""
+    steps = share.parse_points(points, "points")
     config = EngineConfig(
         model=model,
         tp=parallel.tp,
@@ -43,9 +44,8 @@ def rows_of_rank(
         load_format="dummy",
         moe_comm=dispatchers[0],
         hf_overrides=overrides,
-        max_num_batched_tokens=max(batch for batch, _ in share.parse_points(points, "points")),
+        max_num_batched_tokens=max(batch for batch, _ in steps),
     ).resolve(torch.cuda.device_count())
-    steps = share.parse_points(points, "points")
     needs = max(batch * share.blocks_of(context) for batch, context in steps)
     longest, most = max(context for _, context in steps), max(batch for batch, _ in steps)
     runner = share.build_runner(config, needs, longest, most, parallel)
@@ -54,7 +54,7 @@ def rows_of_rank(
     rows = {}
     for name in dispatchers:
         if name != dispatchers[0]:
-            _exchange_through(runner, name)
+            _exchange_through(runner, name, [batch for batch, _ in steps])
         rows[name] = [_row(runner, *step, args, bandwidth) for step in steps]
     return rows
 
@@ -69,8 +69,8 @@ def _row(runner: ModelRunner, batch: int, context: int, args: argparse.Namespace
 
 
 @torch.inference_mode()
-def _exchange_through(runner: ModelRunner, name: str) -> None:
-    """The same weights and cache with another dispatcher, and graphs that hold it."""
+def _exchange_through(runner: ModelRunner, name: str, batches: list[int]) -> None:
+    """The same weights and cache with another dispatcher, and graphs of these batches that hold it."""
     model = runner.model_config
     limits = DispatchLimits(
         num_experts=model.n_routed_experts,
@@ -83,4 +83,4 @@ def _exchange_through(runner: ModelRunner, name: str) -> None:
     runner.dispatchers.close()
     runner.dispatchers = DispatcherChoice(name, runner.parallel, limits)
     if runner.overlaps and runner.capture_obstacle() is None:
-        runner.capture(CudaRecorder(runner.parallel.device))
+        runner.capture(CudaRecorder(runner.parallel.device), sorted(set(batches)))
