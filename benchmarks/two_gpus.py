@@ -2,7 +2,7 @@
 
     python -m benchmarks.two_gpus --list
     python -m benchmarks.two_gpus --parts doctor,latency --out results
-    python -m benchmarks.two_gpus --parts soak,steps_ep2 --device cpu --dry-run --out results   # two gloo processes
+    python -m benchmarks.two_gpus --parts soak_ep2,steps_ep2 --device cpu --dry-run --out results   # two gloo processes
 
 A part is a list of items and one file, OUT/PART.json, written after each item. Items that are there are not run again
 (--again runs all); those that failed or found no time are. Exit code 0 when every part asked for is complete and

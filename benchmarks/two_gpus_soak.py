@@ -19,7 +19,7 @@ from engine.graph import CudaRecorder
 from engine.kernels import table as kernel_table
 from engine.layers.norm import RMSNorm
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of normed values; a lost row is off by about 1
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # of normed values, times 1 + theirs; a lost row is off by 1
 EPS = 1e-6
 DRAWN = 32
 ROUND = 500  # replays between looks at the other ranks
@@ -51,7 +51,8 @@ def soak_of_rank(
         unequal += not _same_bits(step.output_TD[: step.num_real], parallel)
     wrong = sum(int(step.wrong_1) for step in steps)
     result = {
-        "passed": done == replays and not wrong and not unequal,
+        "passed": done == replays and not wrong and not unequal and built.failure() is None,
+        "failure": built.failure(),
         "replays": done,
         "wrong": wrong,
         "looks_with_unequal_bits": unequal,
@@ -109,8 +110,8 @@ class _Step:
     def check(self) -> None:
         """Counts a replay as wrong on the device, NaN included."""
         expected_TD = self.expected_STD[self.index][: self.num_real]
-        near = (self.output_TD[: self.num_real].float() - expected_TD).abs() <= TOLERANCE[self.limits.dtype]
-        self.wrong_1 += ~near.all()
+        error_TD = (self.output_TD[: self.num_real].float() - expected_TD).abs() / (1 + expected_TD.abs())
+        self.wrong_1 += ~(error_TD <= TOLERANCE[self.limits.dtype]).all()
 
     def _run(self) -> torch.Tensor:
         now, dispatcher = self.now, self.dispatcher
@@ -151,7 +152,7 @@ class _Step:
         self.drawn = {
             "x_TD": x_STD,
             "partial_TD": partials_SPTD[:, self.parallel.rank].contiguous(),
-            "ids_TK": ids_STK,
+            "ids_TK": ids_STK.int(),
             "weights_TK": weights_STK,
             "num_tokens_1": real_S1.int(),
         }
