@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from engine.comm.collectives import agree_on_minimum, all_gather
-from engine.comm.dispatcher import DispatchLimits, TokenDispatcher, build
+from engine.comm.dispatcher import DispatchLimits, DispatchOutput, TokenDispatcher, build
 from engine.comm.parallel_state import ParallelState
 from engine.graph import CudaRecorder
 from engine.kernels import table as kernel_table
 from engine.layers.norm import RMSNorm
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}  # of normed values, times 1 + theirs; a lost row is off by 1
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06}  # of normed values, times 1 + theirs; a lost row is off by 1
 EPS = 1e-6
 DRAWN = 32
 ROUND = 500  # replays between looks at the other ranks
@@ -119,11 +119,17 @@ class _Step:
         x_tD, residual_tD = dispatcher.reduce(now["partial_TD"], residual_tD, self.norm)
         ids_tK, weights_tK = self._held(dispatcher.num_held(now["num_tokens_1"]), x_tD.shape[0])
         sent = dispatcher.dispatch(x_tD, ids_tK, weights_tK)
-        scales_e = self.scales_E[self.parallel.expert_range(self.limits.num_experts)]
-        chosen_RK = torch.where(sent.expert_ids_RK >= 0, scales_e[sent.expert_ids_RK.clamp(0).long()], 0)
-        factor_R1 = (chosen_RK * sent.weights_RK).nan_to_num().sum(-1, keepdim=True) / self.parallel.expert_tp
-        partial_RD = torch.where(factor_R1 != 0, sent.x_RD.float() * factor_R1, 0).to(self.limits.dtype)
-        return dispatcher.combine(partial_RD, sent.handle, residual_tD, self.norm)[0]
+        return dispatcher.combine(self._experts(sent), sent.handle, residual_tD, self.norm)[0]
+
+    def _experts(self, sent: DispatchOutput) -> torch.Tensor:
+        """An expert multiplies each column by a number of its own, so that the norm hides nothing of it; of sliced
+        experts every rank gives an equal part."""
+        held = self.parallel.expert_range(self.limits.num_experts)
+        here_RK = sent.expert_ids_RK >= 0
+        scales_RKD = self.scales_ED[held.start : held.stop][sent.expert_ids_RK.clamp(0).long()]
+        weights_RK1 = torch.where(here_RK, sent.weights_RK, 0).unsqueeze(-1) / self.parallel.expert_tp
+        partial_RD = sent.x_RD.float() * (scales_RKD * weights_RK1).sum(1)
+        return torch.where(here_RK.any(-1, keepdim=True), partial_RD, 0).to(self.limits.dtype)
 
     def _held(self, num_held_1: torch.Tensor, held: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Routing of the rows this rank holds, as its router would hand it over."""
@@ -142,7 +148,7 @@ class _Step:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
-        self.scales_E = normal(self.limits.num_experts)
+        self.scales_ED = normal(self.limits.num_experts, self.limits.width)
         x_STD = normal(DRAWN, rows, self.limits.width).to(dtype)
         partials_SPTD = (normal(DRAWN, ranks, rows, self.limits.width) / ranks**0.5).to(dtype)
         ids_STK = normal(DRAWN, padded, self.limits.num_experts).topk(self.limits.top_k).indices
@@ -157,8 +163,11 @@ class _Step:
             "num_tokens_1": real_S1.int(),
         }
         residual = x_STD.double() + partials_SPTD.double().sum(1)
-        factors_ST1 = (self.scales_E[ids_STK].double() * weights_STK.double()).sum(-1, keepdim=True)[:, :rows]
-        self.expected_STD = _norm(residual + _norm(residual) * factors_ST1).float()
+        factors = [
+            (self.scales_ED[ids_TK].double() * weights_TK.double().unsqueeze(-1)).sum(1)
+            for ids_TK, weights_TK in zip(ids_STK[:, :rows], weights_STK[:, :rows], strict=True)
+        ]
+        self.expected_STD = _norm(residual + _norm(residual) * torch.stack(factors)).float()
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
