@@ -34,7 +34,7 @@ class LibraryExchange(ShardedRows):
 
     @classmethod
     def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
-        return placement_obstacle(parallel, limits) or peer_obstacle(parallel) or cls.library_obstacle(parallel)
+        return peer_obstacle(parallel) or placement_obstacle(parallel, limits) or cls.library_obstacle(parallel)
 
     @classmethod
     def library_obstacle(cls, parallel: ParallelState) -> str | None:

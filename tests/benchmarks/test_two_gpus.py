@@ -27,7 +27,7 @@ def test_soak_on_two_ranks(tmp_path):
     items = files["soak_ep1"]["items"]
     ranks = items["nccl_agrs"]["ranks"]
     assert [rank["replays"] for rank in ranks] == [60, 60] and not any(rank["wrong"] for rank in ranks)
-    assert "needs ep=2 with tp=2, not ep=1" in items["deepep"]["skipped"]
+    assert "runs on CUDA GPUs alone, not on cpu" in items["deepep"]["skipped"]
 
 
 @pytest.mark.slow
