@@ -22,9 +22,9 @@ class VirtualWorld:
         self.alarm = Alarm.on(device, shape.ranks, shape.ranks)
         rows = SETS * shape.capacity
         self.once = self._channel(shape.one_shot_bytes, rows * shape.ranks)
-        self.twice = self._channel(shape.two_shot_bytes, 2 * rows)
-        self.local = self._channel(shape.two_shot_bytes, 2 * rows)
-        self.back = self._channel(shape.two_shot_bytes, 2 * rows)
+        self.twice = self._channel(shape.two_shot_bytes, 2 * rows, rows * shape.wide)
+        self.local = self._channel(shape.two_shot_bytes, 2 * rows, rows * shape.wide)
+        self.back = self._channel(shape.two_shot_bytes, 2 * rows, rows * shape.wide)
         self.out = self._channel(shape.dispatch_bytes, rows, rows * shape.top_k)
 
     def _channel(self, num_bytes: int, num_rows: int, num_notes: int = 0) -> Channel:

@@ -67,7 +67,7 @@ class Exchange:
     def two_shot_channel(self, capacity: int | None = None):
         capacity = capacity or min(self.limits.max_tokens, _TWO_SHOT_ROWS)
         shape = self._shape(_round_up(capacity, self.parallel.tp))
-        return self._open(shape, shape.two_shot_bytes, 6 * shape.capacity)
+        return self._open(shape, shape.two_shot_bytes, 6 * shape.capacity, 3 * shape.capacity * shape.wide)
 
     def dispatch_channel(self, capacity: int):
         shape = self._shape(_round_up(capacity, self.parallel.tp))

@@ -42,12 +42,17 @@ class Shape:
         return self.width * self.dtype.itemsize
 
     @property
+    def wide(self) -> int:
+        """Places for what programs tell each other of a row's chunks."""
+        return triton.next_power_of_2(triton.cdiv(self.width, CHUNK))
+
+    @property
     def one_shot_bytes(self) -> int:
         return SETS * self.ranks * self.capacity * self.row_bytes
 
     @property
     def two_shot_bytes(self) -> int:
-        return 2 * SETS * self.capacity * self.row_bytes + 4 * self.ranks
+        return SETS * self.capacity * (2 * self.row_bytes + 8 * self.wide) + 4 * self.ranks
 
     @property
     def dispatch_bytes(self) -> int:
@@ -95,13 +100,12 @@ class Channel:
         cls, shape: Shape, addresses_VP: torch.Tensor, alarm: Alarm, first_rank: int, limit_seconds: float
     ) -> Channel:
         launched, device = addresses_VP.shape[0], addresses_VP.device
-        chunks = triton.next_power_of_2(triton.cdiv(shape.width, CHUNK))
         return cls(
             shape,
             addresses_VP,
             torch.zeros(launched, 2, most_programs(device), dtype=torch.int32, device=device),
             # Stamps that no call has: -1.
-            torch.full((launched, shape.capacity, chunks), -1, dtype=torch.int64, device=device),
+            torch.full((launched, shape.capacity, shape.wide), -1, dtype=torch.int64, device=device),
             alarm,
             first_rank,
             int(limit_seconds * 1e9),
@@ -119,6 +123,10 @@ class Channel:
         chunks = triton.cdiv(self.shape.width, CHUNK)
         fitting = max(self.state.shape[2] // self.launched // chunks, 1)
         return min(num_rows, fitting) * chunks, self.launched
+
+    def at_once(self, num_rows: int) -> int:
+        """Rows that a program with several works on together."""
+        return 4 if num_rows > self.grid(num_rows)[0] // triton.cdiv(self.shape.width, CHUNK) else 1
 
     def constants(self) -> dict:
         width = self.shape.width
@@ -157,8 +165,8 @@ def one_shot(
     x_TD, new_TD = out or (torch.empty_like(residual_TD), torch.empty_like(residual_TD))
     exchange.one_shot_kernel[channel.grid(num_rows)](
         partial, residual_TD, weight_D, x_TD, new_TD, *channel.pointers(),
-        num_rows, channel.first_rank, channel.limit_ns, eps,
-        WIDE=channel.squares.shape[2], PARTS=partial.numel() // residual_TD.numel(), CAPACITY=channel.shape.capacity,
+        num_rows, channel.first_rank, channel.limit_ns, eps, AT_ONCE=channel.at_once(num_rows),
+        WIDE=channel.shape.wide, PARTS=partial.numel() // residual_TD.numel(), CAPACITY=channel.shape.capacity,
         PHASES=phases, **channel.constants(),
     )  # fmt: skip
     return x_TD, new_TD
@@ -184,8 +192,8 @@ def two_shot(
     parts = partial.numel() // (channel.launched * num_rows * channel.shape.width)
     exchange.two_shot_kernel[channel.grid(num_rows)](
         partial, residual_tD, weight_D, x, new_tD, *channel.pointers(),
-        num_rows, share, channel.first_rank, channel.limit_ns, eps,
-        WIDE=channel.squares.shape[2], PARTS=parts, CAPACITY=channel.shape.capacity, LOCAL=not gather,
+        num_rows, share, channel.first_rank, channel.limit_ns, eps, AT_ONCE=channel.at_once(num_rows),
+        WIDE=channel.shape.wide, PARTS=parts, CAPACITY=channel.shape.capacity, LOCAL=not gather,
         PHASES=phases, **channel.constants(),
     )  # fmt: skip
     return x, new_tD
@@ -245,10 +253,10 @@ def combine(
     )
     exchange_sharded.combine_kernel[channel.grid(rows)](
         partial, local_ids_RK, ids_tK, residual_tD if shared_tD is None else shared_tD, residual_tD, weight_D,
-        x_TD, new_tD, *channel.pointers(), num_rows, share, channel.first_rank, channel.limit_ns, eps,
-        WIDE=channel.squares.shape[2], K=top_k, WIDE_K=triton.next_power_of_2(top_k), GROUP=group, EXPERTS=experts,
-        PARTS=partial.numel() // (channel.launched * rows * channel.shape.width), SHARED=shared_tD is not None,
-        CAPACITY=channel.shape.capacity, PHASES=phases, **channel.constants(),
+        x_TD, new_tD, *channel.pointers(squares=False), num_rows, share, channel.first_rank, channel.limit_ns, eps,
+        AT_ONCE=channel.at_once(num_rows), WIDE=channel.shape.wide, K=top_k, WIDE_K=triton.next_power_of_2(top_k),
+        GROUP=group, EXPERTS=experts, PARTS=partial.numel() // (channel.launched * rows * channel.shape.width),
+        SHARED=shared_tD is not None, CAPACITY=channel.shape.capacity, PHASES=phases, **channel.constants(),
     )  # fmt: skip
     return x_TD, new_tD
 
@@ -267,7 +275,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         constants = {
             "D": 7168, "BLOCK": 1024, "CHUNKS": 7, "WIDE": 8, "P": ranks, "PARTS": parts, "CAPACITY": 128, "MOST": 528,
             "PHASES": ALL_PHASES, "ASM": True, "PDL": capability >= (9, 0), "LOCAL": False, "K": 8, "WIDE_K": 8,
-            "GROUP": 1, "EXPERTS": 384 // ranks, "SHARE": 128 // ranks, "SHARED": True,
+            "GROUP": 1, "EXPERTS": 384 // ranks, "SHARE": 128 // ranks, "SHARED": True, "AT_ONCE": 4,
         }  # fmt: skip
         for kernel in (
             exchange.one_shot_kernel,

@@ -21,8 +21,8 @@ def one_shot_kernel(
     partial_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
     peers_ptr, squares_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, first_rank, limit_ns, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr,
-    PARTS: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, PHASES: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, PHASES: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every rank sends its row to every rank, and all of them add the P rows up.
 
@@ -42,14 +42,17 @@ def one_shot_kernel(
     peers = peer.addresses(peers_ptr, P)
     mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
+    alarms = peer.each(alarm_ptr, P)
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     place = peer.set_of(calls) * P * stride
     if PUSH & PHASES:
-        for i in range(first, num_rows, step):
-            row = peer.wide(i)
-            total = peer.own_sum(partial_ptr, row, num_rows, d, inside, D, PARTS)
-            peer.send_to_all(peers, place + rank * stride + row * D + d, total, inside, P, dtype)
+        for i in range(first, num_rows, AT_ONCE * step):
+            totals = peer.own_sums(partial_ptr, i, step, num_rows, d, inside, D, PARTS, AT_ONCE)
+            for u in tl.static_range(AT_ONCE):
+                row = peer.wide(i + u * step)
+                there = place + rank * stride + row * D + d
+                peer.send_to_all(peers, there, totals[u], inside & (row < num_rows), P, dtype)
         before = peer.set_of(calls + SETS - 1) * P * stride
         for i in range(first, rows_before, step):
             peer.put_marks(mine + before, stride, peer.wide(i), d, inside, P, D, dtype)
@@ -58,7 +61,7 @@ def one_shot_kernel(
             row = peer.wide(i)
             residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
             rows = peer.wait_rows(
-                mine + place + row * D, stride, d, inside, -1, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
+                mine + place + row * D, stride, d, inside, -1, failed_ptr, alarms, limit_ns, P, dtype, ASM
             )
             new = peer.add_residual(residual, peer.add_in_order(rows, P, dtype), dtype)
             peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
@@ -67,7 +70,9 @@ def one_shot_kernel(
         for i in range(first, num_rows, step):
             row = peer.wide(i)
             new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
-            squares = peer.wait_squares(squares_ptr, row, calls, CHUNKS, WIDE)
+            squares = peer.wait_squares(
+                squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, ASM
+            )
             tl.store(out_ptr + row * D + d, peer.normed(new, squares, weight, eps, D), mask=inside)
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
 
@@ -77,13 +82,13 @@ def two_shot_kernel(
     partial_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
     peers_ptr, squares_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr,
-    PARTS: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, LOCAL: tl.constexpr, PHASES: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, LOCAL: tl.constexpr,
+    AT_ONCE: tl.constexpr, PHASES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every row goes to its owner, who adds, norms, and sends the result to everyone; or keeps it, if LOCAL.
+    """Every row goes to its owner, who adds it up and sends it to everyone to be normed; or keeps it normed, if LOCAL.
 
     Rank r owns rows [r * share, (r + 1) * share) and their residuals. A rank's memory: arriving parts [SETS, P senders,
-    CAPACITY / P, D], results [SETS, CAPACITY, D], the senders' counts of calls.
+    CAPACITY / P, D], sums [SETS, CAPACITY, D], their squares int64 [SETS, CAPACITY, WIDE], senders' counts of calls.
     """
     v = tl.program_id(1).to(tl.int64)
     rank = first_rank + v
@@ -96,32 +101,36 @@ def two_shot_kernel(
     d = chunk * BLOCK + tl.arange(0, BLOCK)
     inside, stride = d < D, (CAPACITY // P) * D
     own_first = rank * share
+    squares_at: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
+    credits: tl.constexpr = squares_at + SETS * CAPACITY * WIDE * 8
     num_own = tl.minimum(tl.maximum(num_rows - own_first, 0), share)
     peers = peer.addresses(peers_ptr, P)
     mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
+    alarms = peer.each(alarm_ptr, P)
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     parts = peer.set_of(calls) * P * stride
-    results = SETS * P * stride + peer.set_of(calls) * CAPACITY * D
+    sums = SETS * P * stride + peer.set_of(calls) * CAPACITY * D
+    squares = squares_at + peer.set_of(calls) * CAPACITY * WIDE * 8
     if PUSH & PHASES:
         if LOCAL:
-            credits: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
             told, begun = peer.ask_for_room(peers, rank, credits, calls, P)
             peer.wait_for_room(told, begun, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
-        for i in range(first, num_rows, step):
-            row = peer.wide(i)
-            total = peer.own_sum(partial_ptr, row, num_rows, d, inside, D, PARTS)
-            owner = row // share
-            theirs = peer.rows_at(peer.pick(peers, owner, P), dtype)
-            place = parts + rank * stride + (row - owner * share) * D
-            tl.store(theirs + place + d, peer.to_bits(total, dtype), mask=inside)
+        for i in range(first, num_rows, AT_ONCE * step):
+            totals = peer.own_sums(partial_ptr, i, step, num_rows, d, inside, D, PARTS, AT_ONCE)
+            for u in tl.static_range(AT_ONCE):
+                row = peer.wide(i + u * step)
+                owner = row // share
+                theirs = peer.rows_at(peer.pick(peers, owner, P), dtype)
+                place = parts + rank * stride + (row - owner * share) * D
+                tl.store(theirs + place + d, peer.to_bits(totals[u], dtype), mask=inside & (row < num_rows))
         old_parts = peer.set_of(calls + SETS - 1) * P * stride
-        old_results = SETS * P * stride + peer.set_of(calls + SETS - 1) * CAPACITY * D
+        old_sums = SETS * P * stride + peer.set_of(calls + SETS - 1) * CAPACITY * D
         share_before = (rows_before + P - 1) // P
         for i in range(first, rows_before, step):
             if not LOCAL:
-                peer.put_marks(mine + old_results, 0, peer.wide(i), d, inside, 1, D, dtype)
+                peer.put_marks(mine + old_sums, 0, peer.wide(i), d, inside, 1, D, dtype)
             if i < share_before:
                 peer.put_marks(mine + old_parts, stride, peer.wide(i), d, inside, P, D, dtype)
     if SUM & PHASES:
@@ -129,27 +138,28 @@ def two_shot_kernel(
             row = peer.wide(i)
             residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
             rows = peer.wait_rows(
-                mine + parts + row * D, stride, d, inside, -1, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
+                mine + parts + row * D, stride, d, inside, -1, failed_ptr, alarms, limit_ns, P, dtype, ASM
             )
             new = peer.add_residual(residual, peer.add_in_order(rows, P, dtype), dtype)
-            peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
-            tl.store(new_residual_ptr + row * D + d, new, mask=inside)
-    if NORM & PHASES:
-        for i in range(first, num_own, step):
-            row = peer.wide(i)
-            new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
-            squares = peer.wait_squares(squares_ptr, row, calls, CHUNKS, WIDE)
-            out = peer.normed(new, squares, weight, eps, D)
             if LOCAL:
-                tl.store(out_ptr + row * D + d, out, mask=inside)
+                peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
             else:
-                peer.send_to_all(peers, results + (own_first + row) * D + d, out, inside, P, dtype)
-        if LOCAL:
+                peer.send_to_all(peers, sums + (own_first + row) * D + d, new, inside, P, dtype)
+                peer.send_squares(peers, squares + ((own_first + row) * WIDE + chunk) * 8, new, calls, P)
+            tl.store(new_residual_ptr + row * D + d, new, mask=inside)
+    if LOCAL:
+        if NORM & PHASES:
+            for i in range(first, num_own, step):
+                row = peer.wide(i)
+                new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
+                total = peer.wait_squares(
+                    squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, ASM
+                )
+                tl.store(out_ptr + row * D + d, peer.normed(new, total, weight, eps, D), mask=inside)
             peer.count_call(state_ptr, calls, num_rows, MOST, 128)
-    if (GATHER & PHASES) and not LOCAL:
-        for i in range(first, num_rows, step):
-            row = peer.wide(i)
-            owner = alarm_ptr + row // share
-            rows = peer.wait_rows(mine + results + row * D, 0, d, inside, 1, failed_ptr, owner, limit_ns, 1, dtype, ASM)
-            tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
+    elif GATHER & PHASES:
+        peer.gather(
+            peers, rank, sums, squares, out_ptr, weight, calls, num_rows, share, chunk, first, step, d, inside,
+            failed_ptr, alarm_ptr, limit_ns, eps, D, CHUNKS, WIDE, P, AT_ONCE, ASM,
+        )  # fmt: skip
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)

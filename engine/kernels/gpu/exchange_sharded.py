@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu import pdl, peer
-from engine.kernels.gpu.peer import GATHER, NORM, PUSH, SETS, SUM
+from engine.kernels.gpu.peer import GATHER, PUSH, SETS, SUM
 
 NO_NOTE = tl.constexpr(-(2**63))
 
@@ -127,7 +127,7 @@ def dispatch_kernel(
             ids = notes.to(tl.int32)
             if tl.max(ids, 0) >= 0:
                 rows = peer.wait_more(
-                    rows, missing, place, 0, d, inside, 1, failed_ptr, alarm_ptr + source, limit_ns, 1, dtype, ASM
+                    rows, missing, place, 0, d, inside, 1, failed_ptr, (alarm_ptr + source,), limit_ns, 1, dtype, ASM
                 )
                 tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
             weights = (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -139,11 +139,11 @@ def dispatch_kernel(
 @triton.jit(do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"])
 def combine_kernel(
     partial_ptr, local_ids_ptr, ids_ptr, shared_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
-    peers_ptr, squares_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns, eps,
+    peers_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr,
     WIDE_K: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
-    SHARED: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, PHASES: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARED: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, PHASES: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Partial rows [S, R, D] with an expert here back to their owners, who add them in the order of ranks, and the
     shared expert's, norm, and send the result to everyone: x [T, D] and this rank's residuals [t, D].
@@ -166,20 +166,22 @@ def combine_kernel(
         new_residual_ptr + own * D,
     )
     out_ptr += v * num_rows * D
-    squares_ptr += v * CAPACITY * WIDE
     chunk, first, step = peer.portion(CHUNKS)
     d, k = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE_K)
     inside, stride = d < D, (CAPACITY // P) * D
-    credits: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
+    squares_at: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
+    credits: tl.constexpr = squares_at + SETS * CAPACITY * WIDE * 8
     own_first = rank * share
     num_own = tl.minimum(tl.maximum(num_rows - own_first, 0), share)
     peers = peer.addresses(peers_ptr, P)
     mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
+    alarms = peer.each(alarm_ptr, P)
     pdl.wait(PDL)
     calls, rows_before = peer.calls_so_far(state_ptr, MOST)
     parts = peer.set_of(calls) * P * stride
-    results = SETS * P * stride + peer.set_of(calls) * CAPACITY * D
+    sums = SETS * P * stride + peer.set_of(calls) * CAPACITY * D
+    squares = squares_at + peer.set_of(calls) * CAPACITY * WIDE * 8
     if PUSH & PHASES:
         told, begun = peer.ask_for_room(peers, rank, credits, calls, P)
         for i in range(first, P * share, step):
@@ -194,10 +196,10 @@ def combine_kernel(
                 place = parts + rank * stride + (row - owner * share) * D
                 tl.store(theirs + place + d, peer.to_bits(total, dtype), mask=inside)
         old_parts = peer.set_of(calls + SETS - 1) * P * stride
-        old_results = SETS * P * stride + peer.set_of(calls + SETS - 1) * CAPACITY * D
+        old_sums = SETS * P * stride + peer.set_of(calls + SETS - 1) * CAPACITY * D
         share_before = (rows_before + P - 1) // P
         for i in range(first, rows_before, step):
-            peer.put_marks(mine + old_results, 0, peer.wide(i), d, inside, 1, D, dtype)
+            peer.put_marks(mine + old_sums, 0, peer.wide(i), d, inside, 1, D, dtype)
             if i < share_before:
                 peer.put_marks(mine + old_parts, stride, peer.wide(i), d, inside, P, D, dtype)
     if SUM & PHASES:
@@ -207,25 +209,18 @@ def combine_kernel(
             ids = tl.load(ids_ptr + row * K + k, mask=k < K, other=-1).to(tl.int32)
             sources = holders(ids, GROUP, EXPERTS)
             rows = peer.wait_rows(
-                mine + parts + row * D, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM
+                mine + parts + row * D, stride, d, inside, sources, failed_ptr, alarms, limit_ns, P, dtype, ASM
             )
             total = peer.add_in_order(rows, P, dtype)
             if SHARED:
                 total += tl.load(shared_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32)
             new = peer.add_residual(residual, total, dtype)
-            peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
+            peer.send_to_all(peers, sums + (own_first + row) * D + d, new, inside, P, dtype)
+            peer.send_squares(peers, squares + ((own_first + row) * WIDE + chunk) * 8, new, calls, P)
             tl.store(new_residual_ptr + row * D + d, new, mask=inside)
-    if NORM & PHASES:
-        for i in range(first, num_own, step):
-            row = peer.wide(i)
-            new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
-            squares = peer.wait_squares(squares_ptr, row, calls, CHUNKS, WIDE)
-            out = peer.normed(new, squares, weight, eps, D)
-            peer.send_to_all(peers, results + (own_first + row) * D + d, out, inside, P, dtype)
     if GATHER & PHASES:
-        for i in range(first, num_rows, step):
-            row = peer.wide(i)
-            owner = alarm_ptr + row // share
-            rows = peer.wait_rows(mine + results + row * D, 0, d, inside, 1, failed_ptr, owner, limit_ns, 1, dtype, ASM)
-            tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
+        peer.gather(
+            peers, rank, sums, squares, out_ptr, weight, calls, num_rows, share, chunk, first, step, d, inside,
+            failed_ptr, alarm_ptr, limit_ns, eps, D, CHUNKS, WIDE, P, AT_ONCE, ASM,
+        )  # fmt: skip
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)

@@ -101,6 +101,15 @@ def of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P: tl.constexpr, MOS
 
 
 @triton.jit
+def each(alarm_ptr, P: tl.constexpr):
+    """Where to note that a rank is late, for ranks 0 to P - 1."""
+    found = ()
+    for p in tl.static_range(P):
+        found = found + (alarm_ptr + p,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
 def portion(CHUNKS: tl.constexpr):
     """(chunk of rows, first row, rows to the next) of this program; there are as many programs for each chunk."""
     program = tl.program_id(0)
@@ -132,6 +141,15 @@ def set_of(calls):
 
 
 @triton.jit
+def rows_there_are(first, step, num_rows, AT_ONCE: tl.constexpr):
+    """Bit set of those of the rows first, first + step, ... that are below num_rows."""
+    there = tl.full((), 0, tl.int32)
+    for u in tl.static_range(AT_ONCE):
+        there = there | (first + u * step < num_rows).to(tl.int32) << u
+    return there
+
+
+@triton.jit
 def load_rows(pointer, stride, d, inside, sources, P: tl.constexpr, dtype: tl.constexpr):
     """What the P places hold, as a tuple, and whether a mark is among them. Of ranks that are not in the bit set
     `sources` nothing is expected: zeros."""
@@ -149,18 +167,18 @@ def load_rows(pointer, stride, d, inside, sources, P: tl.constexpr, dtype: tl.co
 
 @triton.jit
 def wait_rows(
-    pointer, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns,
+    pointer, stride, d, inside, sources, failed_ptr, alarms, limit_ns,
     P: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` once all marks are gone. After limit_ns it gives up: it notes which ranks sent nothing, and every
-    later wait of this rank ends at once, so that the step ends and its host can say so."""
+    """`load_rows` once all marks are gone. After limit_ns it gives up: it notes in `alarms` which rows have not come, and
+    every later wait of this rank ends at once, so that the step ends and its host can say so."""
     rows, missing = load_rows(pointer, stride, d, inside, sources, P, dtype)
-    return wait_more(rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns, P, dtype, ASM)
+    return wait_more(rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarms, limit_ns, P, dtype, ASM)
 
 
 @triton.jit
 def wait_more(
-    rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarm_ptr, limit_ns,
+    rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarms, limit_ns,
     P: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`wait_rows` where a first look has been taken already."""
@@ -175,7 +193,7 @@ def wait_more(
             tl.store(failed_ptr, 1)
             for r in tl.static_range(P):
                 late = tl.max((rows[r] == mark_of(dtype)).to(tl.int32), 0)
-                tl.store(alarm_ptr + r, 1, mask=late > 0)
+                tl.store(alarms[r], 1, mask=late > 0)
     return rows
 
 
@@ -186,6 +204,19 @@ def add_in_order(rows, P: tl.constexpr, dtype: tl.constexpr):
     for r in tl.static_range(1, P):
         total += from_bits(rows[r], dtype)
     return total
+
+
+@triton.jit
+def own_sums(
+    partial_ptr, first, step, num_rows, d, inside, D: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """`own_sum` of rows first, first + step, ..., as a tuple: their loads are under way at the same time."""
+    totals = ()
+    for u in tl.static_range(AT_ONCE):
+        row = wide(first + u * step)
+        total = own_sum(partial_ptr, row, num_rows, d, inside & (row < num_rows), D, PARTS)
+        totals = totals + (total,)  # noqa: RUF005
+    return totals
 
 
 @triton.jit
@@ -247,29 +278,54 @@ def add_residual(residual, total, dtype: tl.constexpr):
 
 
 @triton.jit
-def tell_squares(squares_ptr, row, chunk, values, calls, WIDE: tl.constexpr):
-    """The sum of squares of one chunk of a row, stamped with the call, for the programs of the row's other chunks."""
+def stamped(values, calls):
+    """The sum of squares of values, stamped with the call."""
     values = values.to(tl.float32)
     total = tl.sum(values * values, 0)
-    stamped = (calls.to(tl.int64) << 32) | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    tl.store(squares_ptr + row * WIDE + chunk, stamped)
+    return (calls.to(tl.int64) << 32) | (total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def load_squares(squares_ptr, row, calls, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
-    chunk = tl.arange(0, WIDE)
-    stamped = tl.load(squares_ptr + row * WIDE + chunk, mask=chunk < CHUNKS, other=0, volatile=True)
-    missing = ((stamped >> 32).to(tl.int32) != calls) & (chunk < CHUNKS)
-    total = tl.sum(tl.where(chunk < CHUNKS, stamped.to(tl.int32).to(tl.float32, bitcast=True), 0.0), 0)
-    return total, tl.max(missing.to(tl.int32), 0)
+def send_squares(peers, place, values, calls, P: tl.constexpr):
+    """The sum of squares of a chunk of a row to all ranks: `place` bytes into their memory."""
+    note = stamped(values, calls)
+    for p in tl.static_range(P):
+        tl.store((peers[p] + place).to(tl.pointer_type(tl.int64)), note)
 
 
 @triton.jit
-def wait_squares(squares_ptr, row, calls, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
-    """Sum of squares of a whole row. The programs waited for run, and wait for other ranks at most themselves."""
-    total, missing = load_squares(squares_ptr, row, calls, CHUNKS, WIDE)
-    while missing > 0:
-        total, missing = load_squares(squares_ptr, row, calls, CHUNKS, WIDE)
+def tell_squares(squares_ptr, row, chunk, values, calls, WIDE: tl.constexpr):
+    """The sum of squares of one chunk of a row, stamped with the call, for the programs of the row's other chunks."""
+    tl.store(squares_ptr + row * WIDE + chunk, stamped(values, calls))
+
+
+@triton.jit
+def load_squares(pointer, calls, CHUNKS: tl.constexpr):
+    """(sum over a row's chunks in order, whether one has not come). Every thread reads them all: no reduction."""
+    total, missing = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32)
+    for c in tl.static_range(CHUNKS):
+        note = tl.load(pointer + c, volatile=True)
+        missing = missing | ((note >> 32).to(tl.int32) != calls).to(tl.int32)
+        total += note.to(tl.int32).to(tl.float32, bitcast=True)
+    return total, missing
+
+
+@triton.jit
+def wait_squares(
+    pointer, calls, failed_ptr, alarm_ptr, limit_ns, CHUNKS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Sum of squares of a whole row, whose owner is the rank of alarm_ptr; gives up as `wait_rows` does."""
+    total, missing = load_squares(pointer, calls, CHUNKS)
+    if missing > 0:
+        start = nanoseconds(ASM)
+        limit = patience(failed_ptr, limit_ns, ASM)
+        while missing > 0:
+            total, missing = load_squares(pointer, calls, CHUNKS)
+            if (missing > 0) & (nanoseconds(ASM) - start > limit):
+                missing = tl.full((), -1, tl.int32)
+        if missing < 0:
+            tl.store(failed_ptr, 1)
+            tl.store(alarm_ptr, 1)
     return total
 
 
@@ -277,3 +333,31 @@ def wait_squares(squares_ptr, row, calls, CHUNKS: tl.constexpr, WIDE: tl.constex
 def normed(values, squares, weight, eps, D: tl.constexpr):
     """RMSNorm of a chunk, rounded as `norm.normalized` does; in the weight's type."""
     return (values.to(tl.float32) * tl.rsqrt(squares / D + eps)).to(weight.dtype) * weight
+
+
+@triton.jit
+def gather(
+    peers, rank, sums, squares, out_ptr, weight, calls, num_rows, share, chunk, first, step, d, inside,
+    failed_ptr, alarm_ptr, limit_ns, eps,
+    D: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, AT_ONCE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The rows whose owners have sent their sums, and their squares, to all ranks: normed, to out [T, D]."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    own = pick(peers, rank, P)
+    notes = (own + squares).to(tl.pointer_type(tl.int64))
+    for i in range(first, num_rows, AT_ONCE * step):
+        there = rows_there_are(i, step, num_rows, AT_ONCE)
+        owners = ()
+        for u in tl.static_range(AT_ONCE):
+            owners = owners + (alarm_ptr + (i + u * step) // share,)  # noqa: RUF005
+        rows = wait_rows(
+            rows_at(own, dtype) + sums + wide(i) * D, wide(step) * D, d, inside, there, failed_ptr, owners, limit_ns,
+            AT_ONCE, dtype, ASM,
+        )  # fmt: skip
+        for u in tl.static_range(AT_ONCE):
+            row = wide(i + u * step)
+            if row < num_rows:
+                total = wait_squares(notes + row * WIDE, calls, failed_ptr, owners[u], limit_ns, CHUNKS, ASM)
+                values = from_bits(rows[u], dtype)
+                tl.store(out_ptr + row * D + d, normed(values, total, weight, eps, D), mask=inside)
