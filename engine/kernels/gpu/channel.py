@@ -254,7 +254,7 @@ def combine(
     exchange_sharded.combine_kernel[channel.grid(rows)](
         partial, local_ids_RK, ids_tK, residual_tD if shared_tD is None else shared_tD, residual_tD, weight_D,
         x_TD, new_tD, *channel.pointers(squares=False), num_rows, share, channel.first_rank, channel.limit_ns, eps,
-        AT_ONCE=channel.at_once(num_rows), WIDE=channel.shape.wide, K=top_k, WIDE_K=triton.next_power_of_2(top_k),
+        AT_ONCE=channel.at_once(num_rows), WIDE=channel.shape.wide, K=top_k,
         GROUP=group, EXPERTS=experts, PARTS=partial.numel() // (channel.launched * rows * channel.shape.width),
         SHARED=shared_tD is not None, CAPACITY=channel.shape.capacity, PHASES=phases, **channel.constants(),
     )  # fmt: skip

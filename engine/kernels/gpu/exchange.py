@@ -16,7 +16,9 @@ from engine.kernels.gpu import pdl, peer
 from engine.kernels.gpu.peer import GATHER, NORM, PUSH, SETS, SUM
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_rank", "limit_ns"])
+@triton.jit(
+    do_not_specialize=["num_rows", "first_rank", "limit_ns"], do_not_specialize_on_alignment=["failed_ptr", "alarm_ptr"]
+)
 def one_shot_kernel(
     partial_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
     peers_ptr, squares_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, first_rank, limit_ns, eps,
@@ -77,7 +79,10 @@ def one_shot_kernel(
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
 
 
-@triton.jit(do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"])
+@triton.jit(
+    do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"],
+    do_not_specialize_on_alignment=["failed_ptr", "alarm_ptr"],
+)
 def two_shot_kernel(
     partial_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
     peers_ptr, squares_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns, eps,

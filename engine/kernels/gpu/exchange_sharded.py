@@ -17,42 +17,57 @@ NO_NOTE = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def both(a, b):
-    return a | b
-
-
-@triton.jit
-def holders(ids, GROUP: tl.constexpr, EXPERTS: tl.constexpr):
-    """Bit set of the ranks that hold one of a row's experts."""
+def holders(ids_ptr, K: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr):
+    """Bit set of the ranks that hold one of a row's experts. Every thread looks at all ids: no reduction."""
     group: tl.constexpr = (1 << GROUP) - 1
-    ranks = tl.where(ids >= 0, tl.zeros_like(ids) + group << ids // EXPERTS * GROUP, 0)
-    return tl.reduce(ranks, 0, both)
+    ranks = tl.full((), 0, tl.int32)
+    for k in tl.static_range(K):
+        expert = tl.load(ids_ptr + k).to(tl.int32)
+        bits = (ranks * 0 + group) << (tl.maximum(expert, 0) // EXPERTS * GROUP)
+        ranks = ranks | tl.where(expert >= 0, bits, 0)
+    return ranks
 
 
 @triton.jit
-def load_notes(pointer, k, K: tl.constexpr):
-    notes = tl.load(pointer + k, mask=k < K, other=-1, volatile=True)
-    return notes, tl.max((notes == NO_NOTE).to(tl.int32), 0)
+def any_expert(ids_ptr, K: tl.constexpr):
+    found = tl.full((), -1, tl.int32)
+    for k in tl.static_range(K):
+        found = tl.maximum(found, tl.load(ids_ptr + k).to(tl.int32))
+    return found >= 0
 
 
 @triton.jit
-def wait_notes(pointer, k, failed_ptr, alarm_ptr, limit_ns, K: tl.constexpr, ASM: tl.constexpr):
-    """A row's K notes: weight in the upper half, local id in the lower. On giving up no expert."""
-    notes, missing = load_notes(pointer, k, K)
+def load_notes(pointer, K: tl.constexpr):
+    """(whether a note has not come, the largest local id)."""
+    missing, largest = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
+    for k in tl.static_range(K):
+        note = tl.load(pointer + k, volatile=True)
+        missing = missing | (note == NO_NOTE).to(tl.int32)
+        largest = tl.maximum(largest, note.to(tl.int32))
+    return missing, largest
+
+
+@triton.jit
+def wait_notes(pointer, failed_ptr, alarm_ptr, limit_ns, K: tl.constexpr, ASM: tl.constexpr):
+    """The largest local id of a row whose K notes have come: weight in the upper half, local id in the lower."""
+    missing, largest = load_notes(pointer, K)
     if missing > 0:
         start = peer.nanoseconds(ASM)
         limit = peer.patience(failed_ptr, limit_ns, ASM)
         while missing > 0:
-            notes, missing = load_notes(pointer, k, K)
+            missing, largest = load_notes(pointer, K)
             if (missing > 0) & (peer.nanoseconds(ASM) - start > limit):
                 missing = tl.full((), -1, tl.int32)
         if missing < 0:
             tl.store(failed_ptr, 1)
             tl.store(alarm_ptr, 1)
-    return tl.where(notes == NO_NOTE, -1, notes)
+    return largest
 
 
-@triton.jit(do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"])
+@triton.jit(
+    do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"],
+    do_not_specialize_on_alignment=["failed_ptr", "alarm_ptr"],
+)
 def dispatch_kernel(
     x_ptr, ids_ptr, weights_ptr, out_ptr, out_ids_ptr, out_weights_ptr,
     peers_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns,
@@ -96,7 +111,7 @@ def dispatch_kernel(
             bits = peer.to_bits(tl.load(x_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32), dtype)
             weights = tl.load(weights_ptr + row * K + k, mask=k < K, other=0.0)
             high = weights.to(tl.int32, bitcast=True).to(tl.int64) << 32
-            wanted = holders(ids, GROUP, EXPERTS)
+            wanted = holders(ids_ptr + row * K, K, GROUP, EXPERTS)
             if i == first:
                 peer.wait_for_room(told, begun, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
             for p in tl.static_range(P):
@@ -120,28 +135,32 @@ def dispatch_kernel(
             at = row - source * share
             place = mine + (this + source) * stride + at * D
             rows, missing = peer.load_rows(place, 0, d, inside, 1, 1, dtype)  # a first look, beside that at the notes
-            notes = tl.full((WIDE_K,), -1, tl.int64)
+            pointer = my_notes + ((this + source) * SHARE + at) * K
+            largest = tl.full((), -1, tl.int32)
             if row < num_rows:
-                pointer = my_notes + ((this + source) * SHARE + at) * K
-                notes = wait_notes(pointer, k, failed_ptr, alarm_ptr + source, limit_ns, K, ASM)
-            ids = notes.to(tl.int32)
-            if tl.max(ids, 0) >= 0:
+                largest = wait_notes(pointer, failed_ptr, alarm_ptr + source, limit_ns, K, ASM)
+            if largest >= 0:
                 rows = peer.wait_more(
                     rows, missing, place, 0, d, inside, 1, failed_ptr, (alarm_ptr + source,), limit_ns, 1, dtype, ASM
                 )
                 tl.store(out_ptr + row * D + d, peer.from_bits(rows[0], dtype).to(dtype), mask=inside)
-            weights = (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            tl.store(out_ids_ptr + row * K + k, ids, mask=(k < K) & (chunk == 0))
-            tl.store(out_weights_ptr + row * K + k, weights, mask=(k < K) & (chunk == 0))
+            if chunk == 0:
+                notes = tl.load(pointer + k, mask=(k < K) & (row < num_rows), other=-1, volatile=True)
+                notes = tl.where(notes == NO_NOTE, -1, notes)  # given up
+                weights = (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+                tl.store(out_ids_ptr + row * K + k, notes.to(tl.int32), mask=k < K)
+                tl.store(out_weights_ptr + row * K + k, weights, mask=k < K)
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
 
 
-@triton.jit(do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"])
+@triton.jit(
+    do_not_specialize=["num_rows", "share", "first_rank", "limit_ns"],
+    do_not_specialize_on_alignment=["failed_ptr", "alarm_ptr"],
+)
 def combine_kernel(
     partial_ptr, local_ids_ptr, ids_ptr, shared_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
     peers_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr,
-    WIDE_K: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
     SHARED: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, PHASES: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +186,7 @@ def combine_kernel(
     )
     out_ptr += v * num_rows * D
     chunk, first, step = peer.portion(CHUNKS)
-    d, k = chunk * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE_K)
+    d = chunk * BLOCK + tl.arange(0, BLOCK)
     inside, stride = d < D, (CAPACITY // P) * D
     squares_at: tl.constexpr = SETS * 2 * CAPACITY * D * dtype.primitive_bitwidth // 8
     credits: tl.constexpr = squares_at + SETS * CAPACITY * WIDE * 8
@@ -186,10 +205,10 @@ def combine_kernel(
         told, begun = peer.ask_for_room(peers, rank, credits, calls, P)
         for i in range(first, P * share, step):
             row = peer.wide(i)
-            ids = tl.load(local_ids_ptr + row * K + k, mask=k < K, other=-1).to(tl.int32)
+            here = any_expert(local_ids_ptr + row * K, K)
             if i == first:
                 peer.wait_for_room(told, begun, calls, failed_ptr, alarm_ptr, limit_ns, P, ASM)
-            if tl.max(ids, 0) >= 0:
+            if here:
                 total = peer.own_sum(partial_ptr, row, P * share, d, inside, D, PARTS)
                 owner = row // share
                 theirs = peer.rows_at(peer.pick(peers, owner, P), dtype)
@@ -206,8 +225,7 @@ def combine_kernel(
         for i in range(first, num_own, step):
             row = peer.wide(i)
             residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
-            ids = tl.load(ids_ptr + row * K + k, mask=k < K, other=-1).to(tl.int32)
-            sources = holders(ids, GROUP, EXPERTS)
+            sources = holders(ids_ptr + row * K, K, GROUP, EXPERTS)
             rows = peer.wait_rows(
                 mine + parts + row * D, stride, d, inside, sources, failed_ptr, alarms, limit_ns, P, dtype, ASM
             )

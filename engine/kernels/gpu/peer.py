@@ -170,8 +170,8 @@ def wait_rows(
     pointer, stride, d, inside, sources, failed_ptr, alarms, limit_ns,
     P: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` once all marks are gone. After limit_ns it gives up: it notes in `alarms` which rows have not come, and
-    every later wait of this rank ends at once, so that the step ends and its host can say so."""
+    """`load_rows` once all marks are gone. After limit_ns it gives up: it notes in `alarms` which rows have not come,
+    and every later wait of this rank ends at once, so that the step ends and its host can say so."""
     rows, missing = load_rows(pointer, stride, d, inside, sources, P, dtype)
     return wait_more(rows, missing, pointer, stride, d, inside, sources, failed_ptr, alarms, limit_ns, P, dtype, ASM)
 
@@ -238,30 +238,39 @@ def send_to_all(peers, place, values, inside, P: tl.constexpr, dtype: tl.constex
 
 @triton.jit
 def ask_for_room(peers, rank, credits: tl.constexpr, calls, P: tl.constexpr):
-    """For calls in which a rank may wait for nobody: tells all ranks that this call has begun, and loads what they have
-    told. Counts lie `credits` bytes into a rank's memory, one of each rank."""
+    """For calls in which a rank may wait for nobody: tells all ranks that this call has begun, and takes a first look
+    at what they have told. Counts lie `credits` bytes into a rank's memory, one of each rank."""
     if tl.program_id(0) == 0:
         for p in tl.static_range(P):
             tl.store((peers[p] + credits).to(tl.pointer_type(tl.int32)) + rank, calls)
-    own = (pick(peers, rank, P) + credits).to(tl.pointer_type(tl.int32)) + tl.arange(0, P)
-    return own, tl.load(own, volatile=True)
+    own = (pick(peers, rank, P) + credits).to(tl.pointer_type(tl.int32))
+    return own, behind(own, calls, P)
 
 
 @triton.jit
-def wait_for_room(own, begun, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.constexpr, ASM: tl.constexpr):
+def behind(own, calls, P: tl.constexpr):
+    """Bit set of the ranks that have not begun the call before this one."""
+    ranks = tl.full((), 0, tl.int32)
+    for p in tl.static_range(P):
+        ranks = ranks | ((tl.load(own + p, volatile=True) - (calls - 1)) < 0).to(tl.int32) << p
+    return ranks
+
+
+@triton.jit
+def wait_for_room(own, late, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.constexpr, ASM: tl.constexpr):
     """Returns when all ranks have begun the call before this one: then the places of this call are marked again."""
-    behind = (begun - (calls - 1)) < 0
-    if tl.max(behind.to(tl.int32), 0) > 0:
-        start, late = nanoseconds(ASM), tl.full((), 1, tl.int32)
+    if late != 0:
+        start, waiting = nanoseconds(ASM), tl.full((), 1, tl.int32)
         limit = patience(failed_ptr, limit_ns, ASM)
-        while late > 0:
-            behind = (tl.load(own, volatile=True) - (calls - 1)) < 0
-            late = tl.max(behind.to(tl.int32), 0)
-            if (late > 0) & (nanoseconds(ASM) - start > limit):
-                late = tl.full((), -1, tl.int32)
-        if late < 0:
+        while waiting > 0:
+            late = behind(own, calls, P)
+            waiting = (late != 0).to(tl.int32)
+            if (late != 0) & (nanoseconds(ASM) - start > limit):
+                waiting = tl.full((), -1, tl.int32)
+        if waiting < 0:
             tl.store(failed_ptr, 1)
-            tl.store(alarm_ptr + tl.arange(0, P), 1, mask=behind)
+            for p in tl.static_range(P):
+                tl.store(alarm_ptr + p, 1, mask=((late >> p) & 1) != 0)
 
 
 @triton.jit
