@@ -36,7 +36,7 @@ def facts_of(config: EngineConfig, directory: Path, local_rank: int) -> dict[str
     if is_gpu:
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        "settings": json.loads(json.dumps(asdict(config))),
+        "settings": _plain(config),
         "environment": {k: v for k, v in os.environ.items() if _matters(k)},
         "directory": str(directory),
         "checkpoint": checkpoint_digests(directory),
@@ -86,11 +86,8 @@ def _first_difference(
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any], rank: int) -> str:
     """In one sentence, or ""; `ours` are rank 0's facts."""
-    for name, value in ours["settings"].items():
-        other = theirs["settings"].get(name)
-        if other != value:
-            other, value = _shown(other), _shown(value)
-            return f"rank {rank} was started with {name}={other}, rank 0 with {value}; give all ranks the same."
+    if found := _settings_difference(theirs["settings"], ours["settings"], rank):
+        return found
     for name in sorted(ours["environment"] | theirs["environment"]):
         value, other = ours["environment"].get(name), theirs["environment"].get(name)
         if other != value:
@@ -102,6 +99,23 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any], rank: int) -> str:
     if theirs["device"] != ours["device"]:
         return f"rank {rank} runs on {theirs['device']}, rank 0 on {ours['device']}; use GPUs of one kind."
     return _checkpoint_difference(theirs, ours, rank)
+
+
+def settings_difference(theirs: EngineConfig, ours: EngineConfig, rank: int) -> str:
+    return _settings_difference(_plain(theirs), _plain(ours), rank)
+
+
+def _plain(config: EngineConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config)))
+
+
+def _settings_difference(theirs: dict[str, Any], ours: dict[str, Any], rank: int) -> str:
+    for name, value in ours.items():
+        other = theirs.get(name)
+        if other != value:
+            other, value = _shown(other), _shown(value)
+            return f"rank {rank} was started with {name}={other}, rank 0 with {value}; give all ranks the same."
+    return ""
 
 
 def _checkpoint_difference(theirs: dict[str, Any], ours: dict[str, Any], rank: int) -> str:
