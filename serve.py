@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -20,6 +21,7 @@ from engine.json_files import parse_json
 from engine.request import EngineDeadError
 from engine.weights import CheckpointError
 
+LINGER_SECONDS, LAST_SECONDS = 1.0, 6.0
 DRAIN_SECONDS = 25  # torchrun kills a rank 30 s after SIGTERM
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -57,6 +59,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="count on the device which experts tokens are routed to, for GET /expert_load",
     )
     engine.add_argument("--expert-map", metavar="FILE", help="JSON: which physical slot holds which expert")
+    engine.add_argument("--step-timeout", type=float, default=20.0, help="seconds without progress that are a hang")
+    engine.add_argument("--comm-timeout", type=float, default=600.0, help="seconds ranks wait for each other at start")
     engine.add_argument("--hf-overrides", type=_json_object, default={}, metavar="JSON", help="config.json keys")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
@@ -103,7 +107,7 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     from engine.server.client import EngineClient
 
     _die_at_once_on_signals()
-    core, ranks = start_engine(config)
+    core, ranks = start_engine(config, must_exit=True)
     _listen(listener, ranks.close)
     server = _Server(ranks.kill)
     client = EngineClient(core, on_error=server.stop_after_failure)
@@ -187,6 +191,12 @@ class _Signals:
         return not (passed_on and self._first[0] == number and time.monotonic() < self._first[1] + 1.0)
 
 
+def _later(seconds: float, action: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
 class _Server:
     """uvicorn with our signals: the first lets running answers finish, the second ends everything at once."""
 
@@ -215,9 +225,18 @@ class _Server:
         self._server.run(sockets=[listener])
 
     def stop_after_failure(self, error: BaseException) -> None:
+        """Stays a moment to answer 503. What then still does not end, ends by force: a step may hang for ever."""
         self._failed = True
+        _later(LINGER_SECONDS, self._stop)
+        _later(LAST_SECONDS, self._end_by_force)
+
+    def _stop(self) -> None:
         if self._server is not None:
             self._server.should_exit = True
+
+    def _end_by_force(self) -> None:
+        self._kill_ranks()
+        os._exit(1)
 
     def _handle_signal(self, number: int, frame: object) -> None:
         if self._signals.is_second(number):

@@ -31,6 +31,8 @@ class EngineConfig:
     comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
     expert_load counts on the device which experts tokens are routed to. expert_map: a JSON file (or what it holds) that
     says which physical slot holds which expert; see engine.expert_map.
+    step_timeout: seconds within a step in which no rank gets any further, after which the engine stops and names the
+    rank at fault. comm_timeout: the process group's own limit, in seconds, for ranks that wait at the start.
     load_format "dummy" makes seeded weights from config.json alone. With it, tp_share and ep_share (default 1) make
     this one process rank 0 of a world of that size and leave out every sum over ranks: the bytes and products of a
     step are those of a real rank, the answer means nothing.
@@ -60,6 +62,8 @@ class EngineConfig:
     num_threads: int | None = None
     expert_load: bool = True
     expert_map: str | list | dict | None = None
+    step_timeout: float = 20.0
+    comm_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if self.model is None:
@@ -86,6 +90,10 @@ class EngineConfig:
             raise ConfigError(f"graph_memory_gb must be a number from 0 to {MAX_COUNT}, not {graphs!r}.")
         if self.comm_cache is not None and not (isinstance(self.comm_cache, str) and self.comm_cache):
             raise ConfigError(f"comm_cache must be the path of a directory or 'off', not {self.comm_cache!r}.")
+        for name in ("step_timeout", "comm_timeout"):
+            seconds = getattr(self, name)
+            if not (_is_number(seconds) and 0 < seconds <= MAX_COUNT):
+                raise ConfigError(f"{name} must be seconds, above 0 and at most {MAX_COUNT}, not {seconds!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
         if not isinstance(self.expert_load, bool):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import operator
 import random
 import time
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,6 +18,7 @@ from typing import Any
 
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm.control import ControlServer
+from engine.comm.step_watch import StepDigest
 from engine.config import EngineConfig
 from engine.expert_load import ExpertLoad
 from engine.kv_cache import KVCacheManager
@@ -25,6 +28,8 @@ from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.stats import EngineStats
+
+_LAST_WORDS_SECONDS = 1.0
 
 
 class Replica:
@@ -38,6 +43,7 @@ class Replica:
         self.runner, self.overlap = runner, overlap
         self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._launched = SchedulerOutput()
         kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
 
@@ -48,10 +54,10 @@ class Replica:
         for request in new:
             self.scheduler.add(request)
 
-    def step_as_told(self, message: dict[str, Any]) -> None:
+    def step_as_told(self, message: dict[str, Any]) -> StepDigest:
         """What another rank does with rank 0's "step" frame."""
         self.apply([Request.from_dict(r) for r in message["new"]], message["finish"])
-        self.step()
+        return self.digest(self.step()[1])
 
     @property
     def has_unfinished(self) -> bool:
@@ -59,6 +65,7 @@ class Replica:
 
     def step(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Launches what can be launched; returns the oldest step in flight with its tokens, or an empty one."""
+        self._launched = SchedulerOutput()
         ahead = 1 if self.overlap and not self.scheduler.needs_known_tokens else 0
         if len(self._in_flight) > ahead:
             return self._read()
@@ -68,14 +75,23 @@ class Replica:
             self.scheduler.launch(output)
             self.num_steps += 1
             self._in_flight.append((output, result))
+            self._launched = output
         if len(self._in_flight) > (ahead if output.scheduled else 0):
             return self._read()
         return SchedulerOutput(), ModelRunnerOutput()
+
+    def digest(self, result: ModelRunnerOutput) -> StepDigest:
+        """What the last `step`, which returned `result`, has in common with that of all ranks."""
+        launched = self._launched
+        checksum = zlib.crc32(array("q", result.token_ids).tobytes())
+        return StepDigest(len(launched.scheduled), launched.num_tokens, checksum)
 
     def _read(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Waits for a step's tokens. Leaves out requests that ended while it ran: their ids may be in use again."""
         output, result = self._in_flight[0]
         result.read()
+        if (reason := self.runner.failure()) is not None:  # what was read is not to be trusted
+            raise RuntimeError(reason)
         self._in_flight.popleft()
         live = [not item.request.finished for item in output.scheduled]
         self.scheduler.update(output, result.token_ids)
@@ -189,24 +205,42 @@ class EngineCore:
         new, finish, deltas = self._new, self._finish, self._aborted
         self._new, self._finish, self._aborted = [], [], []
         try:
-            self._tell_ranks({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish})
-            self.replica.apply(new, finish)
-            output, result = self.replica.step()
+            output, result = self._lead_step(new, finish)
             deltas += self._outputs.process(output, result)
         except Exception as error:
             # A collective that broke because a rank died is not the cause; the rank's own word arrives a moment later.
-            self._failure = self._control.wait_for_failure(1.0) if self._control is not None else None
+            self._failure = self._control.wait_for_failure(_LAST_WORDS_SECONDS) if self._control is not None else None
             if self._failure is not None:
                 raise EngineDeadError(self._failure) from None
-            self._failure = f"rank 0 failed: {type(error).__name__}: {error}"
+            self._fail(str(error) if isinstance(error, EngineDeadError) else _words(error))
             raise EngineDeadError(self._failure) from error
         except BaseException:
             if self._control is not None:
-                self._failure = "a step was interrupted, so the ranks no longer agree; start a new engine."
+                self._fail("a step was interrupted, so the ranks no longer agree; start a new engine.")
             raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
         self._num_generated_tokens += len(result.token_ids)
         return deltas
+
+    def _lead_step(self, new: list[Request], finish: list[list[Any]]) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The step of all ranks; the watch over it never makes it wait."""
+        if self._control is None:
+            self.replica.apply(new, finish)
+            return self.replica.step()
+        digest = None
+        self._control.begin_step({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish})
+        try:
+            self.replica.apply(new, finish)
+            output, result = self.replica.step()
+            digest = self.replica.digest(result)
+        finally:
+            self._control.end_step(digest)
+        return output, result
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        if self._control is not None:
+            self._control.fail(reason)
 
     def stats(self) -> EngineStats:
         scheduler, runner, answers = self.replica.scheduler, self.replica.runner, self._outputs.stats
@@ -250,27 +284,28 @@ class EngineCore:
     def _read_expert_load(self) -> ExpertLoad:
         runner = self.replica.runner
         try:
-            if runner.gathers_expert_counts:
-                self._tell_ranks({"kind": "expert_load"})
-            return runner.expert_load()
+            if self._control is None or not runner.gathers_expert_counts:
+                return runner.expert_load()
+            self._control.begin_step({"kind": "expert_load"})
+            try:
+                return runner.expert_load()
+            finally:
+                self._control.end_step()
         except BaseException as error:
-            reason = self._control.wait_for_failure(1.0) if self._control is not None else None
-            self._failure = reason or f"rank 0 failed: {type(error).__name__}: {error}"
+            reason = self._control.wait_for_failure(_LAST_WORDS_SECONDS) if self._control is not None else None
+            self._fail(reason or _words(error))
             if isinstance(error, Exception):
                 raise EngineDeadError(self._failure) from (None if reason else error)
             raise
 
     def return_to_ranks(self, value: list[dict]) -> None:
         """Ends the other ranks' present call under torchrun, where every rank runs the caller's script."""
-        self._tell_ranks({"kind": "return", "value": value})
+        if self._control is not None:
+            self._control.broadcast({"kind": "return", "value": value})
 
     def shutdown(self) -> None:
         """Ends the other ranks and waits for them."""
         self._on_shutdown()
-
-    def _tell_ranks(self, message: dict[str, Any]) -> None:
-        if self._control is not None:
-            self._control.broadcast(message)
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Calls back, from another thread, when a rank fails, also while no step runs."""
@@ -285,6 +320,10 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self.failure is not None:
             raise EngineDeadError(self.failure)
+
+
+def _words(error: BaseException) -> str:
+    return f"rank 0 failed: {type(error).__name__}: {error}"
 
 
 def _plain_ids(prompt_token_ids: Iterable[Any]) -> list[int]:

@@ -7,43 +7,48 @@ Under torchrun with enough ranks each process joins; otherwise this process is r
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from engine import expert_map, log
+from engine.aftermath import Aftermath, end_process_group
+from engine.agreement import agree, facts_of
 from engine.attention.backend import ATTENTION_BACKENDS
 from engine.comm.control import ControlClient, ControlServer
 from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
+from engine.comm.step_watch import Patience
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore, Replica
+from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner, check_model
 from engine.request import EngineDeadError
 from engine.tokenizer import Tokenizer
 
 _CONFIG_KEY = "turnout/config"
-_AGREEMENT_KEY = "turnout/agreement"
 _START_TIMEOUT = timedelta(minutes=10)
 _END_SECONDS = 3.0
-_LONGEST_SHOWN = 200
+_REASON_SECONDS = 0.5
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
 class Ranks:
-    """The process group this process is in, and the processes it started for it."""
+    """The process group this process is in, and the processes it started for it.
+
+    must_exit: whether the process has no other purpose, so that it ends if a step hangs that nothing else can end.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -53,6 +58,7 @@ class Ranks:
     control: ControlServer | ControlClient | None = None
     children: list[subprocess.Popen] = field(default_factory=list)
     runner: ModelRunner | None = None
+    must_exit: bool = False
 
     def close(self) -> None:
         """Ends the started ranks, by force if they do not end by themselves."""
@@ -63,12 +69,21 @@ class Ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(deadline - time.monotonic(), 0))
         self.kill()
-        if self.runner is not None:
+        has_failed = self.control is not None and self.control.failure is not None
+        if self.runner is not None and not has_failed:
             self.runner.close()
-            self.runner = None
-        if self.world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        elif self.runner is not None:
+            self.runner.graphs = None  # the dispatchers' own end would wait for the other ranks
+        self.runner = None
+        if self.world_size > 1:
+            end_process_group(has_failed)
         self.store = None
+
+    def lead(self, control: ControlServer) -> None:
+        """Rank 0's control is there; a failure that it finds ends everything."""
+        self.control = control
+        aftermath = Aftermath(self.kill, control.watch.is_in_step, lambda: control.step_thread)
+        control.on_verdict = lambda: aftermath.begin(self.must_exit)
 
     def kill(self) -> None:
         for child in self.children:
@@ -91,24 +106,56 @@ class Follower:
         self._replica, self._control = replica, control
 
     def follow(self) -> list[dict] | None:
-        """Works until rank 0 ends its call (returns the call's value) or goes away (returns None)."""
+        """Works until rank 0 ends its call (returns the call's value) or goes away (returns None).
+
+        Raises EngineDeadError if the engine has failed because of another rank."""
+        self._control.is_attending = True
+        try:
+            return self._follow()
+        except (
+            RuntimeError
+        ) as error:  # perhaps a collective that broke because of another rank: the reason is on its way
+            reason = self._control.wait_for_failure(_REASON_SECONDS)
+            if reason is not None:
+                raise EngineDeadError(reason) from None
+            self._report(error)
+            raise
+        except Exception as error:
+            self._report(error)
+            raise
+        finally:
+            self._control.is_attending = False
+
+    def _report(self, error: Exception) -> None:
+        self._control.report_failure(f"failed: {type(error).__name__}: {error}")
+
+    @property
+    def failure(self) -> str | None:
+        return self._control.failure
+
+    def _follow(self) -> list[dict] | None:
         while (message := self._control.receive()) is not None:
             if message["kind"] == "return":
                 return message["value"]
             if message["kind"] == "expert_load":
                 self._replica.runner.expert_counts()
+                digest = None
             else:
-                self._replica.step_as_told(message)
+                digest = self._replica.step_as_told(message)
+            self._control.end_step(digest, self._replica.has_unfinished)
         return None
 
 
-def start_engine(config: EngineConfig) -> tuple[EngineCore | Follower, Ranks]:
-    """Builds the engine of `config` in this process. Raises ConfigError or CheckpointError for what cannot work."""
+def start_engine(config: EngineConfig, must_exit: bool = False) -> tuple[EngineCore | Follower, Ranks]:
+    """Builds the engine of `config` in this process; `must_exit` as in `Ranks`.
+
+    Raises ConfigError or CheckpointError for what cannot work, EngineDeadError where a rank fails.
+    """
     config = _resolve(config)
     world_size = _world_size(config)
     files = ModelFiles.read(config)
     check_model(config, files)
-    ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config)
+    ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
         return _build(config, files, ranks), ranks
     except BaseException:
@@ -123,7 +170,7 @@ def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ra
     store = dist.TCPStore(host, int(port), is_master=False, timeout=_START_TIMEOUT)
     ranks = Ranks(rank, world_size, rank, store)
     config = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
-    ranks.control = ControlClient(store, rank)
+    ranks.control = ControlClient(store, rank, _patience(config))
     return _build(config, ModelFiles.read(config), ranks), ranks
 
 
@@ -163,52 +210,33 @@ def _check_gpus(config: EngineConfig, local_ranks: int) -> None:
 
 
 def _join(config: EngineConfig, world_size: int) -> Ranks:
-    """torchrun's own rendezvous. Ranks that were given other settings than rank 0 stop here, by name."""
+    """torchrun's own rendezvous."""
     store, rank, _ = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
-    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True)
-    _agree(config, store, rank, world_size)
+    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True, must_exit=True)
+    lost_agent = _agent_watch()
     if rank == 0:
-        ranks.control = ControlServer(store, world_size, os.environ["MASTER_ADDR"])
+        ranks.lead(
+            ControlServer(
+                store, world_size, os.environ["MASTER_ADDR"], patience=_patience(config), lost_parent=lost_agent
+            )
+        )
     else:
-        ranks.control = ControlClient(store, rank)
+        ranks.control = ControlClient(store, rank, _patience(config), lost_agent)
     return ranks
 
 
-def _agree(config: EngineConfig, store: dist.Store, rank: int, world_size: int) -> None:
-    """Raises ConfigError on every rank if one was started with other settings than rank 0."""
-    if rank == 0:
-        store.set(_CONFIG_KEY, config.to_json())
-        differences = [store.get(f"{_AGREEMENT_KEY}/{other}").decode() for other in range(1, world_size)]
-        store.set(_AGREEMENT_KEY, next(filter(None, differences), ""))
-    else:
-        theirs = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
-        store.set(f"{_AGREEMENT_KEY}/{rank}", _difference(config, theirs, rank))
-    difference = store.get(_AGREEMENT_KEY).decode()
-    if difference:
-        raise ConfigError(difference)
+def _agent_watch() -> Callable[[], str | None]:
+    """Says when the torchrun that started this rank is gone, killed perhaps: nobody would end or restart it then."""
+    agent = os.getppid()
+    return lambda: None if os.getppid() == agent else "has lost the torchrun that started it"
 
 
-def _difference(ours: EngineConfig, theirs: EngineConfig, rank: int) -> str:
-    for name in vars(ours):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine != other:
-            mine, other = _shown(mine), _shown(other)
-            return f"rank {rank} was started with {name}={mine}, rank 0 with {other}; give all ranks the same."
-    return ""
-
-
-def _shown(value: Any) -> str:
-    """A setting for a message of one line; a long one by its digest."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _start_ranks(config: EngineConfig) -> Ranks:
+def _start_ranks(config: EngineConfig, must_exit: bool) -> Ranks:
     if config.tp == 1:
         return Ranks()
     store = _loopback_store()
     store.set(_CONFIG_KEY, config.to_json())
-    ranks = Ranks(0, config.tp, 0, store)
+    ranks = Ranks(0, config.tp, 0, store, must_exit=must_exit)
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     for rank in range(1, config.tp):
         command = [sys.executable, "-m", "engine.worker", "--rank", str(rank), "--world-size", str(config.tp)]
@@ -221,11 +249,17 @@ def _start_ranks(config: EngineConfig) -> Ranks:
             )
         )
     try:
-        ranks.control = ControlServer(store, config.tp, "127.0.0.1", ranks.lost_child)
+        ranks.lead(ControlServer(store, config.tp, "127.0.0.1", ranks.lost_child, _patience(config)))
     except BaseException:
         ranks.kill()
         raise
     return ranks
+
+
+def _patience(config: EngineConfig) -> Patience:
+    """Always less than the process group has, which cannot say who it waits for."""
+    most = 0.8 * config.comm_timeout
+    return Patience(step=min(config.step_timeout, most), start=most)
 
 
 def _loopback_store() -> dist.TCPStore:
@@ -244,14 +278,26 @@ def _loopback_store() -> dist.TCPStore:
 
 def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore | Follower:
     try:
+        _agree(config, files, ranks)
         parallel = _parallel_state(config, ranks)
+        if ranks.control is not None:
+            ranks.control.position = lambda: parallel.meter.position
         ranks.runner = runner = ModelRunner(config, files, parallel)
+        if ranks.control is not None:
+            ranks.control.end_step()
     except Exception as error:
         _blame(ranks, error)
         raise
     if ranks.rank == 0:
         return EngineCore(config, files, runner, ranks.control, ranks.close)
     return Follower(files.tokenizer, Replica(config, runner, runner.overlaps), ranks.control)
+
+
+def _agree(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> None:
+    """Raises ConfigError on every rank if one of them is not like rank 0."""
+    if ranks.control is not None:
+        facts = facts_of(config, files.directory, ranks.local_rank)
+        agree(facts, ranks.store, ranks.rank, ranks.world_size, lambda: ranks.control.failure)
 
 
 def _blame(ranks: Ranks, error: Exception) -> None:
@@ -272,14 +318,23 @@ def _parallel_state(config: EngineConfig, ranks: Ranks) -> ParallelState:
     else:
         _set_threads(config, ranks)
     if ranks.world_size > 1:
+        _meet(device, config, ranks)
+    return ParallelState(ranks.rank, device=device, **config.placement())
+
+
+def _meet(device: torch.device, config: EngineConfig, ranks: Ranks) -> None:
+    """Makes the process group and tries it once; rank 0 sees to it that this ends."""
+    fail = ranks.control.fail if isinstance(ranks.control, ControlServer) else None
+    with within(MEETING_SECONDS, "the ranks did not make a process group", device, fail):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("turnout/pg", ranks.store),
             rank=ranks.rank,
             world_size=ranks.world_size,
+            timeout=timedelta(seconds=config.comm_timeout),
             device_id=device if device.type == "cuda" else None,
         )
-    return ParallelState(ranks.rank, device=device, **config.placement())
+    first_all_reduce(device, ranks.world_size, fail)
 
 
 def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
@@ -287,4 +342,5 @@ def _set_threads(config: EngineConfig, ranks: Ranks) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     elif ranks.world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp))
+        here = int(os.environ["LOCAL_WORLD_SIZE"]) if ranks.joined else ranks.world_size
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))

@@ -143,7 +143,7 @@ class LLM:
         """What rank 0's call returned; raises what it raised."""
         value = self._engine.follow()
         if value is None:
-            raise EngineDeadError("rank 0 ended before its call did.")
+            raise EngineDeadError(self._engine.failure or "rank 0 ended before its call did.")
         if value and "error" in value[0]:
             raise InvalidRequestError(**value[0]["error"])
         return value

@@ -298,6 +298,10 @@ class ModelRunner:
                 parts.extend(gather_logprobs(logits_SV, targets, request.params.prompt_logprobs))
             result.prompt_logprobs[request.request_id] = PromptLogprobs(item.start + 1, parts)
 
+    def failure(self) -> str | None:
+        """What a kernel has waited for in vain, if one has; the steps since then are worth nothing."""
+        return self.dispatchers.failure()
+
     def close(self) -> None:
         """Every rank calls it after its last step: NCCL waits for the end of graphs that hold its collectives before
         a process group can go."""

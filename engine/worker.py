@@ -9,6 +9,7 @@ import sys
 import threading
 
 from engine import log
+from engine.request import EngineDeadError
 
 _GRACE_SECONDS = 1.0
 
@@ -42,12 +43,13 @@ def _end_with_rank_0() -> None:
 
 
 def follow(follower, ranks) -> int:
-    """Serves rank 0 until it is done; says why if a step fails."""
+    """Serves rank 0 until it is done; the log says why if a step fails."""
     try:
         while follower.follow() is not None:
             pass
-    except Exception as error:
-        ranks.control.report_failure(f"failed: {type(error).__name__}: {error}")
+    except EngineDeadError:  # rank 0 has given the reason
+        return 1
+    except Exception:
         log.logger.exception("rank %d failed", ranks.rank)
         return 1
     ranks.close()

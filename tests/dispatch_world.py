@@ -24,7 +24,7 @@ from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.quant import FloatExperts
 from tests import library_stand_ins
 
-WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 4
+WIDTH, INNER, EXPERTS, TOP, HEADS = 24, 32, 8, 3, 8
 NUM_DENSE, NUM_MOE = 1, 2
 NUM_LAYERS = NUM_DENSE + NUM_MOE
 SPARE = 9  # rows that a dispatcher has room for and no step fills
@@ -34,8 +34,8 @@ LIMIT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Case:
-    """routing: "any", or "few" where a bias sends nearly all rows to the same experts. The last `padding` of the
-    num_tokens rows are padding."""
+    """routing: "any"; "few" where a bias sends nearly all rows to the same experts, "same" where it sends all. The
+    last `padding` of the num_tokens rows are padding."""
 
     dispatcher: str
     ep: int
@@ -135,6 +135,8 @@ def _feed_forward(layer: int, case: Case, parallel: ParallelState, shards_tokens
     for name, spec in module.specs("").items():
         if spec.part is not None:
             spec.store(files[name][spec.part])
+    if layer >= NUM_DENSE and case.routing == "same":
+        module.router.bias.copy_(100.0 * (torch.arange(EXPERTS) < TOP))
     if layer >= NUM_DENSE and case.routing == "few":
         module.router.first.weight[:EXPERTS].mul_(0.4)
         module.router.bias.copy_(0.85 * (torch.arange(EXPERTS) < TOP))

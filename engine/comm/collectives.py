@@ -42,6 +42,7 @@ def all_reduce(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, 
     """Sum over all ranks, in place. Returns (x, bytes sent: a ring moves 2 (P-1)/P of the tensor)."""
     if parallel.is_alone:
         return x, 0
+    parallel.meter.calls += 1
     dist.all_reduce(x, group=parallel.group)
     return x, 2 * (parallel.tp - 1) * x.nbytes // parallel.tp
 
@@ -52,6 +53,7 @@ def all_gather(x: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor, 
     if parallel.is_alone:
         return x.unsqueeze(0), 0
     out = torch.empty(parallel.tp, *x.shape, dtype=x.dtype, device=x.device)
+    parallel.meter.calls += 1
     _all_gather_single(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=parallel.group)
     return out, (parallel.tp - 1) * x.nbytes
 
@@ -62,6 +64,7 @@ def all_to_all(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Tensor
     if parallel.is_alone:
         return x_P, 0
     out = torch.empty_like(x_P)
+    parallel.meter.calls += 1
     dist.all_to_all_single(out, x_P.contiguous(), group=parallel.group)
     return out, (parallel.tp - 1) * x_P.nbytes // parallel.tp
 
@@ -91,6 +94,7 @@ def agree_on_minimum(value: int, parallel: ParallelState) -> int:
     if parallel.is_alone:
         return value
     smallest = torch.tensor(value, dtype=torch.int64, device=parallel.device)
+    parallel.meter.calls += 1
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=parallel.group)
     return int(smallest)
 

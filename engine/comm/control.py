@@ -1,20 +1,17 @@
-"""How rank 0 tells the other ranks what to do: JSON frames over plain TCP.
+"""How rank 0 tells the other ranks what to do, and how all of them learn that one has failed: JSON over plain TCP.
 
 Not a collective, so that an idle engine waits in no pending operation that could time out, and not pickle, so that
-nothing read from a socket can run. A rank that dies closes its socket, which the other side sees at once.
+nothing read from a socket can run. A rank that dies closes its sockets, which the other side sees at once; a rank that
+hangs is found by two threads that ask after each other once a second, and by the steps it does not finish.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import os
-import secrets
 import select
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,106 +19,148 @@ from typing import Any
 
 import torch.distributed as dist
 
+from engine.comm import handshake
+from engine.comm.frames import FrameReader, frame, receive
+from engine.comm.handshake import COMMANDS, WATCH
+from engine.comm.process_mark import kill_if_here, own_mark
+from engine.comm.step_watch import DEFAULT_PATIENCE, START, Patience, StepDigest, StepWatch, Verdict
 from engine.log import logger
 from engine.request import EngineDeadError
 
-_ADDRESS_KEY = "turnout/control"
-_HANDSHAKE_SECONDS = 120.0
-_POLL_SECONDS = 0.2
+_BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
-_LENGTH = struct.Struct("!I")
-_HELLO_BYTES = 64 + _LENGTH.size
+_REPORT_SECONDS = 0.2  # a rank whose collective broke may report before the end of the one that died is seen
 
 
 class ControlServer:
-    """Rank 0's end. Accepts one connection from every other rank, then sends frames to all of them.
+    """Rank 0's end. Waits for every other rank, then sends frames to all of them and watches over them.
 
-    `lost_rank` says why a rank will never connect, or None; it is asked again and again until all have connected.
-    Raises EngineDeadError if one does not.
+    `lost_rank` says why a rank will never connect, `lost_parent` why this process is not looked after any more, or
+    None. `position` counts the collectives that this rank has entered. Raises EngineDeadError if a rank does not
+    connect.
     """
 
     def __init__(
-        self, store: dist.Store, world_size: int, host: str, lost_rank: Callable[[], str | None] = lambda: None
+        self,
+        store: dist.Store,
+        world_size: int,
+        host: str,
+        lost_rank: Callable[[], str | None] = lambda: None,
+        patience: Patience = DEFAULT_PATIENCE,
+        lost_parent: Callable[[], str | None] = lambda: None,
     ):
-        self._lost_rank = lost_rank
-        self._token = secrets.token_hex(32)
-        self._listener = socket.create_server((host, 0))
-        port = self._listener.getsockname()[1]
-        store.set(_ADDRESS_KEY, json.dumps([host, port, self._token]))
-        self._peers: dict[int, socket.socket] = {}
+        self._lost_parent = lost_parent
+        self._reception = handshake.Reception(store, world_size, host, lost_rank)
         self._closing = False
         self._failed = threading.Event()
+        self._lock = threading.Lock()
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self._accept(world_size)
+        self.on_verdict: Callable[[], None] = lambda: None
+        self.position: Callable[[], int] = lambda: 0
+        self.watch = StepWatch(world_size, patience)
+        self._step, self._base = START, 0
+        self.step_thread = threading.get_ident()
+        self._marks: dict[int, list] = {}
+        self._reported: set[int] = set()
+        self._report: tuple[float, str] | None = None
+        peers = self._reception.wait()
+        self._commands = {rank: peer for (rank, channel), peer in peers.items() if channel == COMMANDS}
+        self._watched = {rank: peer for (rank, channel), peer in peers.items() if channel == WATCH}
+        for peer in self._commands.values():
+            peer.settimeout(patience.step)
+        self.watch.began(START)
         self._selector = selectors.DefaultSelector()
-        for rank, peer in self._peers.items():
-            self._selector.register(peer, selectors.EVENT_READ, rank)
+        self._readers = {place: FrameReader(peer) for place, peer in peers.items()}
+        for place, peer in peers.items():
+            self._selector.register(peer, selectors.EVENT_READ, place)
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
-    def _accept(self, world_size: int) -> None:
-        """Waits for every rank at once, so that a stranger who connects and says nothing delays no one."""
-        deadline = time.monotonic() + _HANDSHAKE_SECONDS
-        self._listener.setblocking(False)
-        with selectors.DefaultSelector() as selector, self._listener:
-            selector.register(self._listener, selectors.EVENT_READ)
-            while len(self._peers) < world_size - 1:
-                if (reason := self._lost_rank()) is not None:
-                    raise EngineDeadError(reason)
-                if time.monotonic() > deadline:
-                    missing = sorted(set(range(1, world_size)) - set(self._peers))
-                    raise EngineDeadError(f"ranks {missing} did not connect within {_HANDSHAKE_SECONDS:.0f} s.")
-                for key, _ in selector.select(_POLL_SECONDS):
-                    if key.fileobj is self._listener:
-                        self._welcome(selector)
-                    else:
-                        self._greet(selector, key.fileobj, key.data, world_size)
-            for key in [k for k in selector.get_map().values() if k.fileobj is not self._listener]:
-                key.fileobj.close()
+    def begin_step(self, message: dict[str, Any]) -> None:
+        """Sends every other rank its part of the next step."""
+        self._step += 1
+        self._base, self.step_thread = self.position(), threading.get_ident()
+        self.watch.began(self._step)
+        self.broadcast(message | {"step": self._step})
 
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # gone again already
-            peer, _ = self._listener.accept()
-            peer.setblocking(False)
-            selector.register(peer, selectors.EVENT_READ, bytearray())
-
-    def _greet(self, selector: selectors.BaseSelector, peer: socket.socket, hello: bytearray, world_size: int) -> None:
-        """Takes what has come of a peer's hello; keeps the peer if it knows the token and is a rank still missing."""
-        piece = b""
-        with contextlib.suppress(OSError):
-            piece = peer.recv(_HELLO_BYTES - len(hello))
-        hello += piece
-        if piece and len(hello) < _HELLO_BYTES:
-            return
-        selector.unregister(peer)
-        rank = self._rank_of(bytes(hello))
-        if rank is None or not 0 < rank < world_size or rank in self._peers:
-            peer.close()
-            return
-        peer.setblocking(True)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._peers[rank] = peer
-
-    def _rank_of(self, hello: bytes) -> int | None:
-        if len(hello) < _HELLO_BYTES or not hmac.compare_digest(hello[:64], self._token.encode()):
-            return None
-        return _LENGTH.unpack(hello[64:])[0]
+    def end_step(self, digest: StepDigest | None = None) -> None:
+        """Rank 0 is done with the present step, of which the start is the first; without a digest, in vain."""
+        self.watch.finished(0, self._step, digest)
 
     def _watch(self) -> None:
-        """Notes the first rank that reports an error or goes away before `close`."""
+        """Notes the first rank that reports an error, goes away before `close`, hangs or disagrees."""
         with self._selector as selector:
-            for key, _ in selector.select():
-                frame = None
-                with contextlib.suppress(OSError, ValueError):
-                    frame = _receive(key.fileobj)
-                if not self._closing:
-                    reason = frame.get("failed") if isinstance(frame, dict) else None
-                    self.failure = f"rank {key.data} {reason or 'ended without a word'}"
-                    logger.error("%s", self.failure)
-                    self._failed.set()
-                    self.on_failure()
+            beat = time.monotonic()
+            while not (self._closing or self._failed.is_set()):
+                until = beat if self._report is None else self._report[0]
+                for key, _ in selector.select(max(until - time.monotonic(), 0)):
+                    self._listen_to(*key.data)
+                    if self._closing or self._failed.is_set():
+                        return
+                if self._report is not None and time.monotonic() >= self._report[0]:
+                    self.fail(self._report[1])
+                    return
+                if time.monotonic() >= beat:
+                    beat = time.monotonic() + _BEAT_SECONDS
+                    self._ask_all()
+                    if (reason := self._lost_parent()) is not None:
+                        self.fail(f"rank 0 {reason}")
+                verdict = self.watch.verdict()
+                if verdict is not None:
+                    self._condemn(verdict)
+
+    def _listen_to(self, rank: int, channel: int) -> None:
+        reader, commands = self._readers[rank, channel], self._readers[rank, COMMANDS]
+        try:
+            for message in reader.take():
+                self._note(rank, message)
+            while reader.is_at_end and (messages := commands.take()):  # its last words, on the other connection
+                for message in messages:
+                    self._note(rank, message)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            self.fail(f"rank {rank} sent what is no message")
+        if reader.is_at_end:
+            self._selector.unregister(reader.peer)
+            if rank not in self._reported:
+                self.fail(f"rank {rank} ended without a word")
+
+    def _note(self, rank: int, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self._reported.add(rank)
+            self._report = self._report or (time.monotonic() + _REPORT_SECONDS, f"rank {rank} {message['failed']}")
+        elif "done" in message:
+            step, *digest = message["done"]
+            self.watch.finished(rank, step, StepDigest(*digest) if digest else None)
+        else:
+            self._marks.setdefault(rank, message.get("process"))
+            self.watch.heard(rank, message["at"] and tuple(message["at"]))
+
+    def _ask_all(self) -> None:
+        self.watch.heard(0, (self._step, self.position() - self._base))
+        question = frame({"process": own_mark()})
+        for peer in self._watched.values():
+            with contextlib.suppress(OSError):  # a full buffer is that of a rank that is silent anyway
+                peer.send(question, socket.MSG_DONTWAIT)
+
+    def _condemn(self, verdict: Verdict) -> None:
+        self.fail(verdict.reason)
+        for rank in verdict.ranks:
+            kill_if_here(self._marks.get(rank))
+
+    def fail(self, reason: str) -> None:
+        """Takes the first reason for which the engine cannot go on, and tells everybody."""
+        with self._lock:
+            if self.failure is not None or self._closing:
                 return
+            self.failure = reason
+        logger.error("%s", reason)
+        for peer in self._watched.values():
+            with contextlib.suppress(OSError):
+                peer.send(frame({"failed": reason}), socket.MSG_DONTWAIT)
+        self._failed.set()
+        self.on_failure()
+        self.on_verdict()
 
     def wait_for_failure(self, seconds: float) -> str | None:
         """Why a rank failed, if one does within `seconds`."""
@@ -129,80 +168,131 @@ class ControlServer:
         return self.failure
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Sends one frame to every other rank. Raises EngineDeadError if one is gone."""
-        frame = _frame(message) if self._peers else b""
-        for rank, peer in self._peers.items():
+        """Sends one frame to every other rank. Raises EngineDeadError if one is gone or does not read."""
+        data = frame(message) if self._commands else b""
+        for rank, peer in self._commands.items():
             try:
-                peer.sendall(frame)
+                peer.sendall(data)
+            except TimeoutError:
+                raise EngineDeadError(f"rank {rank} has read nothing for {peer.gettimeout():g} s.") from None
             except OSError as error:
                 raise EngineDeadError(f"rank {rank} is gone ({error.strerror or error}).") from error
 
     def close(self) -> None:
         self._closing = True
-        for peer in self._peers.values():
+        peers = [*self._commands.values(), *self._watched.values()]
+        for peer in peers:
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._watcher:
             self._watcher.join(1.0)  # a socket that is closed before the watch saw its end would never wake it
-        for peer in self._peers.values():
+        for peer in peers:
             peer.close()
 
 
 class ControlClient:
-    """Another rank's end. When rank 0 goes away the process ends, even from inside a collective that would hang."""
+    """Another rank's end. When rank 0 goes away or is silent, the process ends, even from inside a collective that
+    would hang.
 
-    def __init__(self, store: dist.Store, rank: int):
-        host, port, token = json.loads(store.get(_ADDRESS_KEY))
-        self._socket = socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS)
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(token.encode() + _LENGTH.pack(rank))
+    is_attending: whether this rank's program is where it takes rank 0's steps; expects_more: whether the last step
+    left work, so that another must follow.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        patience: Patience = DEFAULT_PATIENCE,
+        lost_parent: Callable[[], str | None] = lambda: None,
+    ):
+        self.rank, self._lost_parent = rank, lost_parent
+        self._commands, self._watch = handshake.connect(store, rank)
+        self.position: Callable[[], int] = lambda: 0
+        self.is_attending, self.expects_more = True, False
+        self.failure: str | None = None
+        self._ended = threading.Event()
+        self._silent_seconds = patience.silence
+        self._step, self._done, self._base = START, START - 1, 0
+        self._since = time.monotonic()
+        self._zero_mark: list | None = None
         self._closed = threading.Event()
-        self._end = select.poll()
-        self._end.register(self._socket, select.POLLRDHUP)
+        self._poll = select.poll()
+        self._poll.register(self._watch, select.POLLIN | select.POLLRDHUP)
         self._watcher = threading.Thread(target=self._end_with_rank_0, name="rank-0-watch", daemon=True)
         self._watcher.start()
-
-    def _end_with_rank_0(self) -> None:
-        self._end.poll()
-        if not self._closed.wait(_GRACE_SECONDS):
-            os._exit(1)
 
     def receive(self) -> dict[str, Any] | None:
         """The next frame; None once rank 0 has closed or died."""
         try:
-            return _receive(self._socket)
+            message = receive(self._commands)
         except OSError:
             return None
+        if message is not None and "step" in message:
+            self._base, self._since, self._step = self.position(), time.monotonic(), message["step"]
+        return message
+
+    def end_step(self, digest: StepDigest | None = None, expects_more: bool = False) -> None:
+        """Says that the present step is done; the first one is the start."""
+        self._done, self.expects_more = self._step, expects_more
+        self._since = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._commands.sendall(frame({"done": [self._step, *(digest or ())]}))
+
+    def wait_for_failure(self, seconds: float) -> str | None:
+        """Why the engine has failed, if that becomes known within `seconds`."""
+        self._ended.wait(seconds)
+        return self.failure
 
     def report_failure(self, reason: str) -> None:
         with contextlib.suppress(OSError):
-            self._socket.sendall(_frame({"failed": reason}))
+            self._commands.sendall(frame({"failed": reason}))
+
+    def _end_with_rank_0(self) -> None:
+        self._answer_rank_0()
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._commands.shutdown(socket.SHUT_RD)  # `receive` returns
+        if not self._closed.wait(_GRACE_SECONDS):
+            os._exit(1)
+
+    def _answer_rank_0(self) -> None:
+        """Tells rank 0 how far this rank is whenever it asks, until the end of one of them."""
+        reader, mark = FrameReader(self._watch), own_mark()
+        heard = time.monotonic()
+        while not self._closed.is_set():
+            if (reason := self._lost_parent()) is not None:
+                self.failure = f"rank {self.rank} {reason}"
+                with contextlib.suppress(OSError):
+                    self._watch.send(frame({"failed": reason}), socket.MSG_DONTWAIT)
+                return
+            if self._poll.poll(_BEAT_SECONDS * 1000):
+                heard = time.monotonic()
+                for message in reader.take():
+                    if "failed" in message:
+                        self.failure = message["failed"]
+                        return
+                    self._zero_mark = message["process"]
+                    self._say_where(mark)
+                if reader.is_at_end:
+                    return
+            elif self._is_forsaken(heard):
+                self.failure = f"rank 0 does not respond in step {self._step}."
+                logger.error("%s", self.failure)
+                kill_if_here(self._zero_mark)
+                return
+
+    def _say_where(self, mark: list) -> None:
+        at = [self._step, self.position() - self._base] if self.is_attending else None
+        with contextlib.suppress(OSError):
+            self._watch.send(frame({"at": at, "process": mark}), socket.MSG_DONTWAIT)
+
+    def _is_forsaken(self, heard: float) -> bool:
+        waits = self._step != START and (self._done < self._step or self.expects_more)
+        return waits and time.monotonic() - max(heard, self._since) > self._silent_seconds
 
     def close(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
-def _frame(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-def _receive(peer: socket.socket) -> dict[str, Any] | None:
-    head = _receive_exactly(peer, _LENGTH.size)
-    body = head and _receive_exactly(peer, _LENGTH.unpack(head)[0])
-    return json.loads(body) if body else None
-
-
-def _receive_exactly(peer: socket.socket, size: int) -> bytes | None:
-    """`size` bytes, or None at the end of the stream."""
-    data = bytearray()
-    while len(data) < size:
-        piece = peer.recv(size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+        for peer in (self._commands, self._watch):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()

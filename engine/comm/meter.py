@@ -27,12 +27,19 @@ class CommMeter:
     """Rounds and bytes sent by this rank, by kind. A verb of the dispatcher is one round, however it is carried out.
 
     seconds has the kinds alone that were timed: collectives that the host waits for are, within `clock`.
+    calls: collectives entered, counted before they may wait for another rank.
     """
 
     rounds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     seconds: dict[str, float] = field(default_factory=dict)
     _uncounted_seconds: float = 0.0
+    calls: int = 0
+
+    @property
+    def position(self) -> int:
+        """Grows with every collective entered and every round done; equal on ranks that have come equally far."""
+        return self.calls + sum(self.rounds.values())
 
     def count(self, kind: str, num_bytes: int, rounds: int = 1) -> None:
         """The time spent within `clock` since the count before is this kind's."""

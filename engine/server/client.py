@@ -19,6 +19,8 @@ from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger("turnout.server")
 
+STUCK_SECONDS = 4.0  # how long after a failure the core's thread is waited for
+
 
 class _Backlog:
     """The unread deltas of one choice, merged: grows by what the answer grows, and adding costs no copy."""
@@ -165,14 +167,14 @@ class EngineClient:
         self._running: dict[str, _Running] = {}
         self._entering: dict[str, RequestStream] = {}
         self._questions: set[_Question] = set()
-        core.on_failure(self._notify)
+        core.on_failure(self._lose_rank)
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
 
     @property
     def is_healthy(self) -> bool:
         """True while new requests can be served."""
-        return self._error is None and not self._closing and self._thread.is_alive()
+        return self._error is None and not (self._closing or self._core.failure) and self._thread.is_alive()
 
     @property
     def error(self) -> BaseException | None:
@@ -226,16 +228,24 @@ class EngineClient:
                 self._inbox.append(lambda: self._abort(request_id))
                 self._work.notify()
 
-    def _notify(self) -> None:
+    def _lose_rank(self) -> None:
+        """A rank has failed. The core's thread says so to all, unless it hangs itself."""
         with self._work:
             self._work.notify()
+        stuck = threading.Timer(STUCK_SECONDS, self._speak_for_core)
+        stuck.daemon = True
+        stuck.start()
+
+    def _speak_for_core(self) -> None:
+        if self._thread.is_alive() and self._error is None:
+            self._end(EngineDeadError(self._core.failure))
 
     def close(self) -> None:
-        """Blocks until the core has shut down; may be repeated."""
+        """Blocks until the core has shut down, which a failed one may never do; may be repeated."""
         with self._work:
             self._closing = True
             self._work.notify()
-        self._thread.join()
+        self._thread.join(STUCK_SECONDS if self._error else None)
 
     # Everything below runs in the core thread.
     def _run(self) -> None:
@@ -245,15 +255,21 @@ class EngineClient:
                     self._deliver(self._core.step())
             self._fail_all(EngineDeadError("the engine was closed"))
         except BaseException as exc:  # whatever it is, clients must hear of it: a dead thread answers nobody
-            self._error = exc
-            # A lost rank has told its reason; anything else is a bug, and its traceback is wanted.
-            known = isinstance(exc, EngineDeadError) and exc.__cause__ is None
-            logger.critical("the engine failed: %s", exc, exc_info=None if known else exc)
-            self._fail_all(EngineDeadError("the engine has stopped"))
-            if self._on_error is not None:
-                self._on_error(exc)
+            self._end(exc)
         finally:
             self._core.shutdown()
+
+    def _end(self, error: BaseException) -> None:
+        with self._work:
+            if self._error is not None:
+                return
+            self._error = error
+        # A lost rank has told its reason; anything else is a bug, and its traceback is wanted.
+        known = isinstance(error, EngineDeadError) and error.__cause__ is None
+        logger.critical("the engine failed: %s", error, exc_info=None if known else error)
+        self._fail_all(EngineDeadError("the engine has stopped"))
+        if self._on_error is not None:
+            self._on_error(error)
 
     def _take_commands(self) -> bool:
         """Runs what is in the inbox, waiting for it if the core is idle; False when the client is closing.

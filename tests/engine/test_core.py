@@ -330,13 +330,27 @@ def test_the_first_failure_ends_the_engine_with_its_reason(checkpoint):
     assert "ZeroDivisionError" in core.failure
 
 
+def test_tokens_of_a_step_that_waited_in_vain_are_not_shown(checkpoint):
+    core = build(checkpoint, 20)
+    core.add_request("r", prompt_of(5), greedy(5))
+    core.replica.runner.failure = lambda: "rows of rank 3 did not arrive within 15 s"
+    with pytest.raises(EngineDeadError, match="rows of rank 3"):
+        core.step()
+
+
 class Control:
     """The other ranks, as far as a step needs them."""
 
     failure = None
 
-    def broadcast(self, message):
+    def begin_step(self, message):
         pass
+
+    def end_step(self, digest):
+        pass
+
+    def fail(self, reason):
+        self.failure = reason
 
 
 @pytest.mark.parametrize("control", [None, Control()])

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.agreement import settings_difference
 from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.expert_map import ExpertMap, read
-from engine.launch import _difference, start_engine
+from engine.launch import start_engine
 from engine.layers.parameter import reordered, spec
 from engine.layers.quant import FloatExperts
 from engine.request import SamplingParams
@@ -172,9 +173,9 @@ def test_ranks_compare_what_the_file_says(tmp_path):
     for file in files:
         file.write_text(json.dumps(list(range(384))))
     same = [EngineConfig("m", expert_map=read(str(file))) for file in files]
-    assert _difference(same[0], same[1], 1) == ""
+    assert settings_difference(same[0], same[1], 1) == ""
     other = EngineConfig("m", expert_map=[1, 0, *range(2, 384)])
-    message = _difference(other, same[0], 1)
+    message = settings_difference(other, same[0], 1)
     assert message.startswith("rank 1 was started with expert_map=sha256:") and len(message) < 200
     assert message.count("sha256:") == 2 and len(set(message.split("sha256:"))) == 3
     assert EngineConfig.from_json(other.to_json()) == other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,20 +229,40 @@ def test_a_wrong_number_of_ranks_under_torchrun(script):
     assert "torchrun started 2 ranks, but tp=4" in program.output
 
 
-@pytest.mark.slow
-def test_two_agents_give_the_tokens_of_one_process(script, small, tmp_path):
-    """Two torchrun agents meet over c10d on one machine, as two hosts would."""
-    import socket
-
+def two_agents(script, body: str) -> list[Program]:
+    """Two torchrun agents that meet over c10d on one machine, as two hosts would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    agents = [script("say('ids', ids(make()))", [*TORCHRUN, *options, "--rdzv-id", "one"]) for _ in range(2)]
-    alone = script("say('ids', ids(make(tp=1)))")
-    for program in (*agents, alone):
+    options += ["--rdzv-id", "one", "--rdzv-conf"]
+    return [script(body, [*TORCHRUN, *options, f"is_host={is_host}"]) for is_host in (1, 0)]
+
+
+@pytest.mark.slow
+def test_two_agents_give_the_tokens_of_one_process(script):
+    programs = [*two_agents(script, "say('ids', ids(make()))"), script("say('ids', ids(make(tp=1)))")]
+    for program in programs:
         assert program.process.wait(120) == 0, program.output
-    assert said(agents[0], "ids") == said(agents[1], "ids") == said(alone, "ids")
+    first, second, alone = (said(program, "ids") for program in programs)
+    assert first == second == alone
+
+
+def test_a_killed_agent_ends_the_other_with_a_reason(script):
+    """Its own rank, which outlives it, too."""
+    body = """
+        llm = make()
+        ids(llm)
+        say("rank", os.environ["RANK"])
+        while True:
+            ids(llm)
+    """
+    host, other = two_agents(script, body)
+    rank = int(other.expect(r"rank (\d)")[1])
+    host.expect(rf"rank {1 - rank}")
+    other.signal(signal.SIGKILL)
+    assert other.ends(30) == -signal.SIGKILL and host.ends(30) != 0
+    assert f"EngineDeadError: rank {rank} has lost the torchrun that started it" in host.output, host.output
 
 
 def test_a_worker_without_rank_0_ends(small, tmp_path):
@@ -255,8 +276,7 @@ def test_graphs_end_before_the_process_group_that_they_hold(monkeypatch):
     """NCCL's end of a communicator waits for graphs that captured its collectives."""
     order = []
     runner = SimpleNamespace(close=lambda: order.append("runner"))
-    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: order.append("group"))
+    monkeypatch.setattr(launch, "end_process_group", lambda has_failed: order.append("group"))
     ranks = launch.Ranks(0, 2, runner=runner)
     ranks.close()
     assert order == ["runner", "group"]

@@ -45,6 +45,10 @@ class SimulatedDevice:
         self.cache: dict[tuple[int, int], tuple] = {}
         self.last: dict[Request, int] = {}
         self.num_extra = 0
+        self.lost: str | None = None
+
+    def failure(self) -> str | None:
+        return self.lost
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         sampled, last = [], {}

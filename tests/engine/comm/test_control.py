@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.comm import control
+from engine.comm import control, frames, handshake
 from engine.comm.control import ControlClient, ControlServer
+from engine.comm.step_watch import DEFAULT_PATIENCE, Patience, StepDigest
 from engine.request import EngineDeadError
+from tests.processes import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 20.0
@@ -42,20 +44,20 @@ class Store:
 class Server:
     """A ControlServer that starts in a thread, since it waits for its ranks."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, patience: Patience = DEFAULT_PATIENCE):
         self.store, self.server, self.error = Store(), None, None
-        self.thread = threading.Thread(target=self._start, args=(world_size,), daemon=True)
+        self.thread = threading.Thread(target=self._start, args=(world_size, patience), daemon=True)
         self.thread.start()
 
-    def _start(self, world_size: int) -> None:
+    def _start(self, world_size: int, patience: Patience) -> None:
         try:
-            self.server = ControlServer(self.store, world_size, "127.0.0.1")
+            self.server = ControlServer(self.store, world_size, "127.0.0.1", patience=patience)
         except EngineDeadError as error:
             self.error = error
 
     @property
     def address(self) -> tuple[str, int, str]:
-        return tuple(json.loads(self.store.get(control._ADDRESS_KEY)))
+        return tuple(json.loads(self.store.get(handshake.ADDRESS_KEY)))
 
     def connect(self) -> socket.socket:
         host, port, _ = self.address
@@ -99,22 +101,18 @@ class Bomb:
         return Path.touch, (Path("/tmp/must-not-exist"),)
 
 
-def hello(token: str, rank: int) -> bytes:
-    return token.encode() + control._LENGTH.pack(rank)
-
-
 def junk(token: str) -> list[bytes]:
     wrong = "0" * 64
     return [
         b"",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"A" * 100,
-        pickle.dumps(Bomb()).ljust(control._HELLO_BYTES, b"."),
+        pickle.dumps(Bomb()).ljust(handshake.HELLO_BYTES, b"."),
         b"\xff" * 4096,
-        hello(wrong, 1),
-        hello(token[:-1] + ("0" if token[-1] != "0" else "1"), 1),
-        hello(token, 0),
-        hello(token, 3),
-        hello(token, 2**32 - 1),
+        handshake.hello(wrong, 1, handshake.COMMANDS),
+        handshake.hello(token[:-1] + ("0" if token[-1] != "0" else "1"), 1, handshake.COMMANDS),
+        handshake.hello(token, 0, handshake.COMMANDS),
+        handshake.hello(token, 3, handshake.COMMANDS),
+        handshake.hello(token, 2**32 - 1, handshake.COMMANDS),
     ]
 
 
@@ -153,7 +151,7 @@ def test_a_rank_that_comes_twice_is_taken_once():
     server = Server(3)
     first = ControlClient(server.store, 1)
     again = server.connect()
-    again.sendall(hello(server.address[2], 1))
+    again.sendall(handshake.hello(server.address[2], 1, handshake.COMMANDS))
     assert closed_by_peer(again)
     second = ControlClient(server.store, 2)
     server.ready().broadcast({"n": 1})
@@ -164,23 +162,24 @@ def test_a_rank_that_comes_twice_is_taken_once():
 
 def test_nobody_can_connect_once_all_are_there(pair):
     server, _ = pair
-    assert server._listener.fileno() == -1
+    assert server._reception.listener.fileno() == -1
 
 
 def test_the_listener_is_on_the_address_it_was_given():
     server = Server(2)
     assert server.address[0] == "127.0.0.1"
     client = ControlClient(server.store, 1)
-    assert all(p.getsockname()[0] == p.getpeername()[0] == "127.0.0.1" for p in server.ready()._peers.values())
+    assert all(p.getsockname()[0] == p.getpeername()[0] == "127.0.0.1" for p in server.ready()._commands.values())
     client.close()
     server.server.close()
 
 
 def test_ranks_that_never_come_are_named(monkeypatch):
-    monkeypatch.setattr(control, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
     server = Server(4)
-    client = socket.create_connection(server.address[:2])
-    client.sendall(hello(server.address[2], 2))
+    peers = [socket.create_connection(server.address[:2]) for _ in handshake.CHANNELS]
+    for channel, peer in zip(handshake.CHANNELS, peers, strict=True):
+        peer.sendall(handshake.hello(server.address[2], 2, channel))
     server.thread.join(SECONDS)
     assert server.error is not None and "[1, 3]" in str(server.error)
 
@@ -199,7 +198,7 @@ def test_a_reported_failure_is_noticed_with_its_reason(pair, callback):
 def test_what_is_no_failure_report_is_a_failure_too(pair):
     """A rank says nothing but why it fails; whatever else comes must not end the watch in silence."""
     server, client = pair
-    client._socket.sendall(control._frame(["junk"]))
+    client._commands.sendall(frames.frame(["junk"]))
     assert "rank 1" in server.wait_for_failure(SECONDS)
 
 
@@ -211,7 +210,7 @@ def start_client(server: Server, then: str) -> subprocess.Popen:
         "store = types.SimpleNamespace(get=lambda key: sys.argv[1].encode())\n"
         f"client = ControlClient(store, 1)\nprint('here', flush=True)\n{then}"
     )
-    address = server.store.get(control._ADDRESS_KEY).decode()
+    address = server.store.get(handshake.ADDRESS_KEY).decode()
     return subprocess.Popen([sys.executable, "-c", script, address], cwd=ROOT, stdout=subprocess.PIPE)
 
 
@@ -231,6 +230,75 @@ def test_a_killed_rank_is_noticed_at_once():
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_rank_that_reads_nothing_holds_nobody_up_for_ever():
+    """Its process is stopped, so what is sent to it fills the buffers."""
+    server = Server(2, Patience(step=2.0))
+    process = start_client(server, "client.receive()")
+    try:
+        assert process.stdout.readline() == b"here\n"
+        ready = server.ready()
+        ready.end_step()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            while True:
+                ready.broadcast({"x": "y" * 1_000_000})
+        ready.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_stopped_rank_is_named_and_killed():
+    """Only when a step is to be done: before, nobody misses it."""
+    server = Server(2, Patience(step=5.0))
+    process = start_client(server, "client.end_step()\nclient.receive()\nimport threading\nthreading.Event().wait()")
+    try:
+        assert process.stdout.readline() == b"here\n"
+        ready = server.ready()
+        ready.end_step()
+        until(lambda: not ready.watch.is_busy and ready._marks, SECONDS, "the start is over")
+        process.send_signal(signal.SIGSTOP)
+        assert ready.wait_for_failure(4.0) is None
+        ready.begin_step({"kind": "step"})
+        assert ready.wait_for_failure(SECONDS) == "rank 1 does not respond in step 1."
+        assert process.wait(SECONDS) == -signal.SIGKILL
+        ready.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_of_a_broken_collective_and_a_dead_rank_the_dead_one_is_named():
+    """The rank that still lives reports first, that its collective broke."""
+    server = Server(3)
+    process = start_client(server, "client.receive()")
+    client = ControlClient(server.store, 2)
+    try:
+        assert process.stdout.readline() == b"here\n"
+        ready = server.ready()
+        client.report_failure("failed: RuntimeError: connection closed by peer")
+        process.kill()
+        assert ready.wait_for_failure(SECONDS) == "rank 1 ended without a word"
+        assert client.wait_for_failure(SECONDS) == "rank 1 ended without a word", "all learn the reason"
+    finally:
+        client.close()
+        ready.close()
+        process.wait()
+
+
+def test_every_step_is_answered_and_compared(pair):
+    server, client = pair
+    server.end_step()
+    client.end_step()
+    for number in (1, 2, 3):
+        server.begin_step({"kind": "step"})
+        assert client.receive() == {"kind": "step", "step": number}
+        client.end_step(StepDigest(1, 4, 7))
+        server.end_step(StepDigest(1, 4 if number < 3 else 5, 7))
+    assert server.wait_for_failure(SECONDS) == "rank 1 disagrees at step 3: it scheduled 4 tokens, rank 0 5."
+    assert client.wait_for_failure(SECONDS) == server.failure
 
 
 def test_a_rank_stuck_in_a_collective_ends_when_rank_0_dies():

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from engine.request import EngineDeadError, InvalidRequestError, SamplingParams
+from engine.server import client as client_module
 from engine.server.client import EngineClient
 from tests.engine.server.harness import emit, make_core
 
@@ -140,6 +141,35 @@ def test_a_rank_lost_while_idle_is_noticed_at_once(core):
     core.lose_a_rank()
     assert noticed.wait(10) and not client.is_healthy and "rank 1" in str(client.error)
     client.close()
+
+
+def test_a_core_that_hangs_in_its_step_is_spoken_for(core, monkeypatch):
+    """Its thread can say nothing; clients and the server learn of the failure all the same."""
+    monkeypatch.setattr(client_module, "STUCK_SECONDS", 0.2)
+    core.gate = threading.Semaphore(0)
+    errors, noticed = [], threading.Event()
+
+    def note(error):
+        errors.append(error)
+        noticed.set()
+
+    client = EngineClient(core, on_error=note)
+
+    async def run():
+        task = asyncio.ensure_future(collect(client, "r", ENDLESS))
+        while not client._running:
+            await asyncio.sleep(0.001)
+        core.lose_a_rank()
+        assert not client.is_healthy, "at once"
+        with pytest.raises(EngineDeadError):
+            await task
+
+    asyncio.run(run())
+    assert noticed.wait(10) and "rank 1" in str(client.error)
+    client.close()
+    core.gate.release(1000)
+    client._thread.join(10)
+    assert len(errors) == 1, "and once"
 
 
 def test_close_ends_running_requests(core):
