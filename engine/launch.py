@@ -206,7 +206,7 @@ def _shown(value: Any) -> str:
 def _start_ranks(config: EngineConfig) -> Ranks:
     if config.tp == 1:
         return Ranks()
-    store = _loopback_store()
+    store = loopback_store()
     store.set(_CONFIG_KEY, config.to_json())
     ranks = Ranks(0, config.tp, 0, store)
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -228,7 +228,7 @@ def _start_ranks(config: EngineConfig) -> Ranks:
     return ranks
 
 
-def _loopback_store() -> dist.TCPStore:
+def loopback_store() -> dist.TCPStore:
     """A store on a free port of this host alone; left to itself it would listen on every interface."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
