@@ -92,7 +92,11 @@ def _try_pair(source: int, target: int, with_loads: bool) -> None:
     result = measure_pair(source, target)
     _say(pair=[source, target], **result)
     if with_loads and result["peer"]:
-        _say(pair=[source, target], load_seconds=load_seconds(source, target))
+        try:
+            seconds = load_seconds(source, target)
+        except ValueError:  # the launcher takes no pointer of another device: no word about the link
+            seconds = None
+        _say(pair=[source, target], load_seconds=seconds)
 
 
 def _say(**what: Any) -> None:

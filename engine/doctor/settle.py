@@ -18,7 +18,7 @@ from engine.doctor.team import Outcome, World
 
 ALGORITHMS = ("Ring", "Tree")
 PROTOCOLS = ("LL", "LL128", "Simple")
-PROBE_SECONDS = 10.0
+PROBE_SECONDS, START_SECONDS = 10.0, 20.0
 FEW_ROWS, BETTER = 8, 0.85
 PUSH_BYTES = 8 * 2**20
 LIBRARIES = {
@@ -36,13 +36,18 @@ LIBRARIES = {
 def settling_worlds() -> list[World]:
     """Symmetric memory, then NCCL's algorithms and protocols, each in a world of its own."""
     # Multicast needs a switch that few hosts have, and rendezvous may wait for it for ever.
-    symmetric = World(("symmetric memory",), {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, PROBE_SECONDS)
+    symmetric = _world("symmetric memory", {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
     nccl = [
-        World(("collective:all-reduce",), {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol}, PROBE_SECONDS)
+        _world("collective:all-reduce", {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol})
         for algorithm in ALGORITHMS
         for protocol in PROTOCOLS
     ]
     return [symmetric, *nccl]
+
+
+def _world(probe: str, environment: dict[str, str]) -> World:
+    """The first all-reduce takes the time of starting, so that the probe itself has a short limit."""
+    return World(("first all-reduce", probe), environment, PROBE_SECONDS, START_SECONDS)
 
 
 def symmetric_memory(

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 _TICK_SECONDS = 0.02
 _FAREWELL_SECONDS = 5.0
 _NOT_STARTED = -2
+_AHEAD = 3  # starting takes longer than measuring
 START_SECONDS = 45.0
 PROBE_SECONDS = 30.0
 
@@ -39,6 +41,7 @@ class World:
     probes: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     probe_seconds: float = PROBE_SECONDS
+    start_seconds: float = START_SECONDS
 
     @property
     def label(self) -> str:
@@ -153,7 +156,7 @@ def _follow_world(supervisor: Supervisor, index: int) -> int:
 
 
 class Leader:
-    """Runs worlds one after another; the next one's ranks start while the one before measures."""
+    """Runs worlds one after another; the ranks of the next ones start while one measures."""
 
     def __init__(self, supervisor: Supervisor, deadline: float):
         self.supervisor, self.deadline = supervisor, deadline
@@ -165,26 +168,24 @@ class Leader:
 
         `meanwhile` is called once the first ranks have been started, before they measure.
         """
-        waiting, outcomes = list(worlds), {}
-        current = self._prepare(waiting)
+        waiting, outcomes = deque(worlds), {}
+        started = deque(self._prepare(waiting.popleft()) for _ in range(min(_AHEAD, len(waiting))))
         meanwhile()
-        while current is not None:
-            index, world = current
-            following = self._prepare(waiting)
+        while started:
+            index, world = started.popleft()
+            if waiting:
+                started.append(self._prepare(waiting.popleft()))
             part(self._store, index).set(GO, "")
             left = self._measure(index, world, outcomes)
             part(self._store, index).set(OVER, "")
             self.supervisor.end(index)
             if left:
-                waiting.insert(0, World(left, world.environment, world.probe_seconds))
-            current = following or self._prepare(waiting)
+                started.appendleft(self._prepare(replace(world, probes=left)))
         return outcomes
 
-    def _prepare(self, waiting: list[World]) -> tuple[int, World] | None:
-        """Describes the next world and starts its ranks, which wait for their turn."""
-        if not waiting:
-            return None
-        world, index = waiting.pop(0), self._count
+    def _prepare(self, world: World) -> tuple[int, World]:
+        """Describes a world and starts its ranks, which wait for their turn."""
+        index = self._count
         self._count += 1
         store = part(self._store, index)
         store.set(SETTINGS, self._settings.to_json())
@@ -200,7 +201,7 @@ class Leader:
             outcomes |= {_key(world, name): used_up for name in world.probes}
             return ()
         for number, name in enumerate(world.probes):
-            outcome = self._wait(index, number, START_SECONDS if number == 0 else world.probe_seconds)
+            outcome = self._wait(index, number, world.start_seconds if number == 0 else world.probe_seconds)
             outcomes[_key(world, name)] = outcome
             if outcome.ended_world:
                 left = world.probes[number + 1 :]
