@@ -24,7 +24,7 @@ PUSH_BYTES = 8 * 2**20
 LIBRARIES = {
     "mscclpp": (
         "MSCCL++",
-        "its all-reduce for one host is worth a trial where NCCL is slow for small messages: pip install mscclpp",
+        "its all-reduce for one host is worth a trial where NCCL is slow for small messages; it is built from source",
     ),
     "flashinfer": (
         "FlashInfer",
