@@ -23,11 +23,12 @@ from engine.config import EngineConfig
 from engine.expert_load import ExpertLoad
 from engine.kv_cache import KVCacheManager
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
-from engine.model_runner import ModelRunner, ModelRunnerOutput
+from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.stats import EngineStats
+from engine.step_output import ModelRunnerOutput
 
 _LAST_WORDS_SECONDS = 1.0
 

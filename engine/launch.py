@@ -234,7 +234,7 @@ def _agent_watch() -> Callable[[], str | None]:
 def _start_ranks(config: EngineConfig, must_exit: bool) -> Ranks:
     if config.tp == 1:
         return Ranks()
-    store = _loopback_store()
+    store = loopback_store()
     store.set(_CONFIG_KEY, config.to_json())
     ranks = Ranks(0, config.tp, 0, store, must_exit=must_exit)
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -262,7 +262,7 @@ def _patience(config: EngineConfig) -> Patience:
     return Patience(step=min(config.step_timeout, most), start=most)
 
 
-def _loopback_store() -> dist.TCPStore:
+def loopback_store() -> dist.TCPStore:
     """A store on a free port of this host alone; left to itself it would listen on every interface."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,46 +29,12 @@ from engine.model_files import ModelFiles
 from engine.request import Request, SamplingParams
 from engine.sampling import SampledLogprobs, Sampler, SamplingRows, gather_logprobs, shapes_logits
 from engine.scheduler import ScheduledRequest, SchedulerOutput
+from engine.step_output import ModelRunnerOutput, PromptLogprobs, ReadBuffers, UnreadTokens
 from engine.weights import CheckpointError
 
 GPU_MEMORY_SHARE = 0.90
 LOGIT_ROWS = 256
 _SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
-
-
-@dataclass(frozen=True)
-class PromptLogprobs:
-    """Logprobs of the prompt tokens at positions first_position, first_position + 1, ..."""
-
-    first_position: int
-    values: SampledLogprobs
-
-
-class UnreadTokens(NamedTuple):
-    """Host memory that holds a step's tokens once the event has happened; no event where they are there already."""
-
-    tokens_S: torch.Tensor
-    event: torch.cuda.Event | None
-
-
-@dataclass
-class ModelRunnerOutput:
-    """token_ids: one a request that sampled, in scheduled order. Logprobs are there where a request asked for them.
-
-    A step on a GPU returns before it is done: `read` waits for its tokens.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: dict[str, SampledLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
-    unread: UnreadTokens | None = None
-
-    def read(self) -> list[int]:
-        if self.unread is not None:
-            if self.unread.event is not None:
-                self.unread.event.synchronize()
-            self.token_ids, self.unread = self.unread.tokens_S.tolist(), None
-        return self.token_ids
 
 
 class ModelRunner:
@@ -85,7 +50,7 @@ class ModelRunner:
         self.sampler = Sampler(parallel.device)
         self._ops = _sampling_operations(parallel.device)
         self.graphs: GraphRunner | None = None
-        self._reads = _ReadBuffers(self.max_num_seqs) if self.overlaps else None
+        self._reads = ReadBuffers(self.max_num_seqs) if self.overlaps else None
         self._compile_kernels()
         block_bytes = cache_plan.block_bytes(config, files, self.model)
         budget = self._cache_bytes()
@@ -351,25 +316,6 @@ class ModelRunner:
         self.caches = self._allocate(len(blocks) + 1)
         self.execute(SchedulerOutput([ScheduledRequest.next_of(request, num_tokens - context)]))
         del self.caches
-
-
-class _ReadBuffers:
-    """Pinned memory for the tokens of two steps in turn: one being read, one in flight."""
-
-    def __init__(self, max_num_seqs: int):
-        self._slots = [
-            UnreadTokens(torch.empty(max_num_seqs, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
-            for _ in range(2)
-        ]
-        self._turn = 0
-
-    def start(self, tokens_S: torch.Tensor) -> UnreadTokens:
-        self._turn ^= 1
-        whole, event = self._slots[self._turn]
-        target = whole[: tokens_S.shape[0]]
-        target.copy_(tokens_S, non_blocking=True)
-        event.record()
-        return UnreadTokens(target, event)
 
 
 def _sampling_operations(device: torch.device) -> ModuleType:

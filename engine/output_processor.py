@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from engine.model_runner import ModelRunnerOutput, PromptLogprobs
 from engine.request import CompletionDelta, Logprob, Request, RequestMetrics
 from engine.sampling import SampledLogprobs
 from engine.scheduler import SchedulerOutput
 from engine.stats import AnswerStats
+from engine.step_output import ModelRunnerOutput, PromptLogprobs
 from engine.stop_strings import StopStrings
 from engine.tokenizer import IncrementalDecoder, Tokenizer
 

@@ -1,6 +1,7 @@
 """`python -m engine.bench SUBCOMMAND [--json FILE]`.
 
-A subcommand is a module with `add_arguments(parser)` and `run(args) -> Report`, and one line in SUBCOMMANDS.
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> Report`, and one line in SUBCOMMANDS. Of
+several processes that torchrun started one has a Report, the others None.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.bench.report import publish
+from engine.bench.report import MeasurementError, publish
 from engine.config import ConfigError
 
 SUBCOMMANDS = {
@@ -19,6 +20,7 @@ SUBCOMMANDS = {
     "moe": ("engine.bench.moe", "the routed experts of a layer on one rank"),
     "mla": ("engine.bench.mla", "attention of a layer on one rank"),
     "dense": ("engine.bench.dense", "the dense products of a layer on one rank"),
+    "comm": ("engine.bench.comm", "rounds between ranks: collectives and dispatchers"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 
@@ -44,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except MeasurementError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if report is None:
+        return 0
     publish(report, ["python", "-m", "engine.bench", *arguments], args.json)
     return 0
 

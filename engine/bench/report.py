@@ -86,6 +86,10 @@ def interleave(arms: dict[str, Callable[[], float]], rounds: int) -> dict[str, S
     return {name: summarise(values) for name, values in samples.items()}
 
 
+class MeasurementError(RuntimeError):
+    """Nothing could be measured; the message says why."""
+
+
 @dataclass
 class Report:
     """The result of one subcommand: `rows` of one table (equal keys), sentences below it, and data for JSON alone."""

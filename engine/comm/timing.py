@@ -72,6 +72,7 @@ def time_dispatcher(
     parallel: ParallelState,
     seed: int = 0,
     replays: int = REPLAYS,
+    calls: int = _CALLS,
 ) -> RoundTimes:
     """Times a dispatcher's verbs with `num_rows` random rows of all ranks together and uniformly random routing.
 
@@ -91,7 +92,7 @@ def time_dispatcher(
         rounds = made[0]
 
         def timed(call: Call) -> float:
-            return time_calls([call] * _CALLS, parallel, replays, dispatcher.is_capturable)
+            return time_calls([call] * calls, parallel, replays, dispatcher.is_capturable)
 
         reduce, both = timed(rounds.reduce), timed(rounds.dispatch_and_combine)
         dispatch = min(timed(rounds.dispatch), both) if dispatcher.shards_tokens else 0.0

@@ -136,8 +136,9 @@ class PackedInt4Experts(Int4Experts):
         for name, tensor in vars(packed).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.packed = packed
-        # With nothing to exchange the next norm adds the experts' outputs; rows that lack some cost a pass over zeros.
-        self.in_parts = parallel.is_alone and len(self.local) == num_experts
+        # Whoever sums over ranks, or norms where there are none, adds the experts' outputs too; of rows that lack some
+        # it would read zeros.
+        self.in_parts = len(self.local) == num_experts
 
     def forward(
         self,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.model_runner import ModelRunnerOutput, PromptLogprobs
 from engine.output_processor import OutputProcessor
 from engine.request import Request, SamplingParams
 from engine.sampling import SampledLogprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
+from engine.step_output import ModelRunnerOutput, PromptLogprobs
 from engine.tokenizer import Tokenizer
 from tests.tokenizers import byte_ranks, write_tokenizer
 

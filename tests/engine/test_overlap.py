@@ -13,9 +13,9 @@ import engine.core
 from engine.config import EngineConfig
 from engine.core import EngineCore, Replica
 from engine.launch import start_engine
-from engine.model_runner import ModelRunnerOutput
 from engine.request import Request, SamplingParams
 from engine.scheduler import SchedulerOutput
+from engine.step_output import ModelRunnerOutput
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.scheduler_model import hash_of

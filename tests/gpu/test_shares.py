@@ -9,6 +9,7 @@ from engine import LLM, SamplingParams
 from engine.bench import gpu_timing
 from engine.config import FULL_CONFIG
 from engine.kernels import reference
+from tests.checkpoints import TRUE_HEADS
 from tests.shares import config_directory
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 def test_a_share_of_the_tiny_shape_answers(tmp_path):
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=3)
-    directory = str(config_directory(tmp_path))
+    directory = str(config_directory(tmp_path, TRUE_HEADS))
     with LLM(directory, load_format="dummy", tp_share=2, device="cuda", kv_cache_memory_gb=0.1) as llm:
         first, second = (llm.generate("Hello", params)[0].outputs[0].token_ids for _ in range(2))
         assert first == second and len(set(first)) > 3 and max(first) < llm._engine.vocab_size // 2

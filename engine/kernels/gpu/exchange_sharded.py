@@ -160,7 +160,8 @@ def dispatch_kernel(
 def combine_kernel(
     partial_ptr, local_ids_ptr, ids_ptr, shared_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr,
     peers_ptr, state_ptr, failed_ptr, alarm_ptr, num_rows, share, first_rank, limit_ns, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, K: tl.constexpr,
+    P: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
     SHARED: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, PHASES: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

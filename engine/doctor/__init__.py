@@ -1,0 +1,1 @@
+"""`python -m engine.doctor`: what this machine's links do to the model, and what to do about it."""

@@ -1,0 +1,60 @@
+"""The options that decide which ranks measure what; the doctor's and `engine.bench comm`'s."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from engine.comm.dispatcher import DISPATCHERS
+from engine.config import FULL_CONFIG, ConfigError
+from engine.doctor.examine import local_ranks, torchrun_ranks
+from engine.doctor.settings import MOST_ROWS_ON_CPU, ROWS, Settings
+
+
+def add_world_arguments(one: argparse.ArgumentParser) -> None:
+    """What decides which ranks measure what."""
+    one.add_argument("--tp", type=int, help="ranks (default: the GPUs of this host, torchrun's ranks, or 1)")
+    one.add_argument("--ep", type=int, help="expert groups of the ranks (default: --tp, whole experts)")
+    one.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    one.add_argument("--model", default=str(FULL_CONFIG), metavar="DIR", help="a config.json, default the full model's")
+    one.add_argument("--rows", help="sizes to measure (default 1,2,4 and so on to 512, on processors to 64)")
+    one.add_argument("--dispatchers", default=",".join(DISPATCHERS), help="those to measure (default all)")
+    one.add_argument("--seconds", type=float, default=60.0, help="limit of the whole run (default %(default)g)")
+    one.add_argument(
+        "--simulate-link",
+        metavar="US,GB/S[,BYTES,FACTOR]",
+        help="add the delay of such a link to every round; a call of BYTES or more takes FACTOR times as long",
+    )
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Raises ConfigError."""
+    gpus = torch.cuda.device_count()
+    device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
+    many = torchrun_ranks()
+    tp = args.tp or (many if many > 1 else max(gpus, 1) if device == "cuda" else 1)
+    dispatchers = tuple(dict.fromkeys(filter(None, args.dispatchers.split(","))))
+    settings = Settings(
+        tp,
+        args.ep or tp,
+        device,
+        args.model,
+        _rows(args, device),
+        dispatchers,
+        simulate_link=args.simulate_link,
+        seconds=args.seconds,
+    )
+    settings.check(gpus)
+    if device == "cuda" and local_ranks(settings) > gpus:
+        raise ConfigError(f"--tp {tp} needs {local_ranks(settings)} GPUs on this host, but it has {gpus}.")
+    return settings
+
+
+def _rows(args: argparse.Namespace, device: str) -> tuple[int, ...]:
+    if args.rows is None:
+        return tuple(t for t in ROWS if device == "cuda" or t <= MOST_ROWS_ON_CPU)
+    try:
+        return tuple(sorted({int(part) for part in args.rows.split(",")}))
+    except ValueError as error:
+        raise ConfigError("--rows takes whole numbers from 1 on, for example 1,4,16.") from error
