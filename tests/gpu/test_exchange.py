@@ -14,7 +14,7 @@ from tests import virtual_ranks as virtual
 
 pytestmark = pytest.mark.gpu
 WIDTH = 7168
-REPLAYS = 20_000
+REPLAYS = 100_000
 
 
 def world(ranks: int, capacity: int = 64, dtype=torch.bfloat16, **settings) -> virtual.World:
