@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
+from tests.dispatch_world import PLAIN
 from tests.processes import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
@@ -57,7 +58,7 @@ def on_one_gpu() -> list[list[int]]:
     return tokens()
 
 
-@pytest.mark.parametrize("moe_comm", ["reference", "allreduce", "nccl_agrs", "nccl_a2a"])
+@pytest.mark.parametrize("moe_comm", PLAIN)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_tokens_equal_one_gpu(on_one_gpu, moe_comm, ep):
     assert tokens(tp=2, ep=ep, moe_comm=moe_comm) == on_one_gpu
@@ -70,7 +71,7 @@ def scores_on_one_gpu() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("moe_comm", "ep"),
-    [("allreduce", 2), ("reference", 2), ("nccl_agrs", 2), ("nccl_a2a", 2), ("allreduce", 1)],
+    [*((name, 2) for name in PLAIN), ("allreduce", 1), ("symm_replicated", 1), ("symm_sharded", 1)],
 )
 def test_bfloat16_scores_stay_within_rounding_of_one_gpu(scores_on_one_gpu, moe_comm, ep):
     """The kernels' parts, packed experts and local ids through every dispatcher."""
@@ -111,15 +112,12 @@ def near_tie(one: dict, other: dict) -> None:
             assert best[0] - best[1] < NEAR_TIE, (i, first, best)
 
 
-CAPTURED = ["allreduce", "reference", "nccl_agrs", "nccl_a2a", "symm_replicated", "symm_scatter", "symm_sharded"]
-
-
 @pytest.fixture(scope="module")
 def without_graphs() -> dict:
     return answer(GRAPHS, {"ep": 2, "moe_comm": "allreduce", "enforce_eager": True})
 
 
-@pytest.mark.parametrize("moe_comm", CAPTURED)
+@pytest.mark.parametrize("moe_comm", PLAIN)
 def test_captured_steps_change_no_token(without_graphs, moe_comm):
     """All buckets are captured, a replay counts what it sends, and the ranks end by themselves. With ep=1 the tiny
     checkpoint's slices are too narrow to stay packed, so there is no graph to test."""
