@@ -27,7 +27,10 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fault_injection import FAULTS, moment_file, python_path
+if __package__ in (None, ""):  # started by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.fault_injection import FAULTS, moment_file, python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = ("llm", "torchrun", "serve")

@@ -79,7 +79,7 @@ def _exchange_through(runner: ModelRunner, name: str, batches: list[int]) -> Non
         max_tokens=max(runner.config.max_num_batched_tokens, runner.config.max_num_seqs),
         dtype=getattr(torch, runner.config.dtype),
     )
-    runner.graphs = None
+    runner.drop_graphs()
     runner.dispatchers.close()
     runner.dispatchers = DispatcherChoice(name, runner.parallel, limits)
     if runner.overlaps and runner.capture_obstacle() is None:

@@ -24,6 +24,9 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Computes again what was captured, from what its inputs hold now."""
 
+    def reset(self) -> None:
+        """Gives back what the capture holds; there is no replay after that."""
+
 
 class Recorder(Protocol):
     """How steps are captured and what they take; on a GPU as CUDA graphs."""
@@ -117,7 +120,7 @@ class GraphRunner:
         try:
             self._capture_fitting(batches)
         except BaseException:
-            self._graphs.clear()  # at the end of a process group NCCL would wait for them for ever
+            self.close()
             raise
         self._choose()
         self._report(time.monotonic() - started)
@@ -163,6 +166,14 @@ class GraphRunner:
             self.num_bytes / 2**20,
             each or "none",
         )
+
+    def close(self) -> None:
+        """Ends the graphs, whoever still holds them: a process group ends only when no graph holds its collectives."""
+        for graph in self._graphs.values():
+            graph.step.reset()
+            graph.draw.reset()
+        self._graphs.clear()
+        self._choice = [None]
 
     def choose(self, num_requests: int) -> DecodeGraph | None:
         """The graph for a step of so many decodes; None where none is large enough."""

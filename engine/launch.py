@@ -73,7 +73,7 @@ class Ranks:
         if self.runner is not None and not has_failed:
             self.runner.close()
         elif self.runner is not None:
-            self.runner.graphs = None  # the dispatchers' own end would wait for the other ranks
+            self.runner.drop_graphs()  # the dispatchers' own end would wait for the other ranks
         self.runner = None
         if self.world_size > 1:
             end_process_group(has_failed)

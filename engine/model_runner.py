@@ -268,10 +268,15 @@ class ModelRunner:
         return self.dispatchers.failure()
 
     def close(self) -> None:
-        """Every rank calls it after its last step: NCCL waits for the end of graphs that hold its collectives before
-        a process group can go."""
-        self.graphs = None
+        """Every rank calls it after its last step."""
+        self.drop_graphs()
         self.dispatchers.close()
+
+    def drop_graphs(self) -> None:
+        """Steps run without from here on."""
+        if self.graphs is not None:
+            self.graphs.close()
+        self.graphs = None
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         """[layers, blocks, block_size, latent + rope width]; zeros, since padding may read what nothing wrote."""

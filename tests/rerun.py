@@ -26,6 +26,9 @@ class _Rerun:
         for old, new in zip(self._outputs, _tensors(self._function()), strict=True):
             old.copy_(new)
 
+    def reset(self) -> None:
+        self._function = None
+
 
 def _tensors(result: Any) -> tuple:
     return () if result is None else tuple(result)
