@@ -73,7 +73,7 @@ def one_shot_kernel(
             row = peer.wide(i)
             new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
             squares = peer.wait_squares(
-                squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, ASM
+                squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, WIDE, ASM
             )
             tl.store(out_ptr + row * D + d, peer.normed(new, squares, weight, eps, D), mask=inside)
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
@@ -158,7 +158,7 @@ def two_shot_kernel(
                 row = peer.wide(i)
                 new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
                 total = peer.wait_squares(
-                    squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, ASM
+                    squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, WIDE, ASM
                 )
                 tl.store(out_ptr + row * D + d, peer.normed(new, total, weight, eps, D), mask=inside)
             peer.count_call(state_ptr, calls, num_rows, MOST, 128)

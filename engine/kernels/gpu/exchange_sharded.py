@@ -37,25 +37,21 @@ def any_expert(ids_ptr, K: tl.constexpr):
 
 
 @triton.jit
-def load_notes(pointer, K: tl.constexpr):
+def load_notes(pointer, k, K: tl.constexpr):
     """(whether a note has not come, the largest local id)."""
-    missing, largest = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
-    for k in tl.static_range(K):
-        note = tl.load(pointer + k, volatile=True)
-        missing = missing | (note == NO_NOTE).to(tl.int32)
-        largest = tl.maximum(largest, note.to(tl.int32))
-    return missing, largest
+    notes = tl.load(pointer + k, mask=k < K, other=-1, volatile=True)
+    return tl.max((notes == NO_NOTE).to(tl.int32), 0), tl.max(notes.to(tl.int32), 0)
 
 
 @triton.jit
-def wait_notes(pointer, failed_ptr, alarm_ptr, limit_ns, K: tl.constexpr, ASM: tl.constexpr):
+def wait_notes(pointer, k, failed_ptr, alarm_ptr, limit_ns, K: tl.constexpr, ASM: tl.constexpr):
     """The largest local id of a row whose K notes have come: weight in the upper half, local id in the lower."""
-    missing, largest = load_notes(pointer, K)
+    missing, largest = load_notes(pointer, k, K)
     if missing > 0:
         start = peer.nanoseconds(ASM)
         limit = peer.patience(failed_ptr, limit_ns, ASM)
         while missing > 0:
-            missing, largest = load_notes(pointer, K)
+            missing, largest = load_notes(pointer, k, K)
             if (missing > 0) & (peer.nanoseconds(ASM) - start > limit):
                 missing = tl.full((), -1, tl.int32)
         if missing < 0:
@@ -138,7 +134,7 @@ def dispatch_kernel(
             pointer = my_notes + ((this + source) * SHARE + at) * K
             largest = tl.full((), -1, tl.int32)
             if row < num_rows:
-                largest = wait_notes(pointer, failed_ptr, alarm_ptr + source, limit_ns, K, ASM)
+                largest = wait_notes(pointer, k, failed_ptr, alarm_ptr + source, limit_ns, K, ASM)
             if largest >= 0:
                 rows = peer.wait_more(
                     rows, missing, place, 0, d, inside, 1, failed_ptr, (alarm_ptr + source,), limit_ns, 1, dtype, ASM

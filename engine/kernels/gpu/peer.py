@@ -249,28 +249,25 @@ def ask_for_room(peers, rank, credits: tl.constexpr, calls, P: tl.constexpr):
 
 @triton.jit
 def behind(own, calls, P: tl.constexpr):
-    """Bit set of the ranks that have not begun the call before this one."""
-    ranks = tl.full((), 0, tl.int32)
-    for p in tl.static_range(P):
-        ranks = ranks | ((tl.load(own + p, volatile=True) - (calls - 1)) < 0).to(tl.int32) << p
-    return ranks
+    """Of each rank whether it has not begun the call before this one."""
+    return (tl.load(own + tl.arange(0, P), volatile=True) - (calls - 1)) < 0
 
 
 @triton.jit
 def wait_for_room(own, late, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.constexpr, ASM: tl.constexpr):
     """Returns when all ranks have begun the call before this one: then the places of this call are marked again."""
-    if late != 0:
-        start, waiting = nanoseconds(ASM), tl.full((), 1, tl.int32)
+    waiting = tl.max(late.to(tl.int32), 0)
+    if waiting > 0:
+        start = nanoseconds(ASM)
         limit = patience(failed_ptr, limit_ns, ASM)
         while waiting > 0:
             late = behind(own, calls, P)
-            waiting = (late != 0).to(tl.int32)
-            if (late != 0) & (nanoseconds(ASM) - start > limit):
+            waiting = tl.max(late.to(tl.int32), 0)
+            if (waiting > 0) & (nanoseconds(ASM) - start > limit):
                 waiting = tl.full((), -1, tl.int32)
         if waiting < 0:
             tl.store(failed_ptr, 1)
-            for p in tl.static_range(P):
-                tl.store(alarm_ptr + p, 1, mask=((late >> p) & 1) != 0)
+            tl.store(alarm_ptr + tl.arange(0, P), 1, mask=late)
 
 
 @triton.jit
@@ -321,7 +318,7 @@ def load_squares(pointer, calls, CHUNKS: tl.constexpr):
 
 @triton.jit
 def wait_squares(
-    pointer, calls, failed_ptr, alarm_ptr, limit_ns, CHUNKS: tl.constexpr, ASM: tl.constexpr
+    pointer, calls, failed_ptr, alarm_ptr, limit_ns, CHUNKS: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Sum of squares of a whole row, whose owner is the rank of alarm_ptr; gives up as `wait_rows` does."""
     total, missing = load_squares(pointer, calls, CHUNKS)
@@ -367,6 +364,6 @@ def gather(
         for u in tl.static_range(AT_ONCE):
             row = wide(i + u * step)
             if row < num_rows:
-                total = wait_squares(notes + row * WIDE, calls, failed_ptr, owners[u], limit_ns, CHUNKS, ASM)
+                total = wait_squares(notes + row * WIDE, calls, failed_ptr, owners[u], limit_ns, CHUNKS, WIDE, ASM)
                 values = from_bits(rows[u], dtype)
                 tl.store(out_ptr + row * D + d, normed(values, total, weight, eps, D), mask=inside)
