@@ -95,7 +95,9 @@ def _refused(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
     """Dispatchers and collectives without a figure, with the reason: their own words where they have some."""
     clauses = outcomes["obstacles"].value or {}
     failed = {
-        key.partition(":")[2]: one.failed for key, one in outcomes.items() if ":" in key and one.failed is not None
+        key.partition(":")[2]: one.failed
+        for key, one in outcomes.items()
+        if key.startswith(("collective:", "dispatcher:")) and one.failed is not None
     }
     return {name: clauses.get(name) or reason for name, reason in failed.items()}
 

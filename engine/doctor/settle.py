@@ -109,7 +109,10 @@ def settled_rows(outcomes: Mapping[str, Outcome], rows: tuple[int, ...]) -> list
 
 def _settled(label: str, outcome: Outcome, value: Mapping | None, rows: tuple[int, ...]) -> dict[str, Any]:
     us = {f"T={t}": None if value is None else float(value[str(t)]) * 1e6 for t in rows}
-    return {"all-reduce in a graph": label, **us, "what happened": outcome.failed or "survives capture"}
+    failed = outcome.failed and outcome.failed.removeprefix("not tried: ")  # the group itself could not be made
+    if failed and "NCCL error" in failed:
+        failed = f"NCCL refuses it here ({failed.partition(', NCCL version')[0].rpartition(', ')[2]})"
+    return {"all-reduce in a graph": label, **us, "what happened": failed or "survives capture"}
 
 
 def better_setting(
