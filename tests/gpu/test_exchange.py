@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from engine.bench.virtual_world import ranks_of
+from engine.kernels.gpu import dense
 from engine.kernels.gpu.delay import delay
 from tests import virtual_ranks as virtual
 
@@ -31,6 +32,27 @@ def test_sums_of_replicated_rows(ranks, dtype):
         assert torch.equal(x, virtual.check_two_shot(two, num_rows, parts))
         virtual.check_two_shot(local, num_rows, parts, gather=False)
     virtual.check_no_mark_is_missing(one)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_product_that_sends_its_tiles(ranks, early):
+    """All bits those of the product and the round apart, whether or not the next weight is fetched meanwhile."""
+    several = world(ranks)
+    next_weight = several.draw(ranks, 100, 4096).bfloat16()
+    for num_rows, inputs in ((1, 256), (64, 1024), (2, 2304), (1, 256), (33, 256), (8, 1024), (1, 256), (1, 256)):
+        fetched = next_weight if num_rows % 2 else None
+        virtual.check_push_linear(several, num_rows, inputs, early=early, next_weight=fetched)
+    virtual.check_no_mark_is_missing(several)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_a_product_that_is_written_has_the_bits_of_the_plain_one(num_rows):
+    several = world(2)
+    x, weight = (several.draw(2, rows, 1024).bfloat16() for rows in (num_rows, WIDTH))
+    out = several.draw(2, num_rows, WIDTH).bfloat16()
+    virtual.push_linear.push_linear(x, weight, several.once, dense.Tile(), out)
+    assert torch.equal(out, torch.stack([dense.linear(*one) for one in zip(x, weight, strict=True)]))
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 1), (4, 1), (8, 1), (8, 4), (4, 2), (2, 2)])

@@ -70,6 +70,28 @@ def test_dispatch_and_combine(ranks, width, group, top_k):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("ranks", "width", "inputs", "dtype"), [(2, 1100, 192, torch.float16), (4, 40, 40, torch.float32)]
+)
+def test_a_product_that_sends_its_tiles(ranks, width, inputs, dtype):
+    """Sizes go up and down, and pairs of launches take turns with whole rounds, so that marks must come back."""
+    several = world(ranks, width, dtype)
+    for num_rows in (1, 2 * ranks, 1, 1):
+        virtual.check_push_linear(several, num_rows, inputs)
+    virtual.check_one_shot(several, 1, 2)
+    virtual.check_no_mark_is_missing(several)
+
+
+@interpreted
+def test_a_product_that_the_channel_does_not_take():
+    several = world(2, 40)
+    x, weight = torch.zeros(2, 5, 16), torch.zeros(2, 40, 16)
+    for bad in ((x, weight), (x[:, :1].contiguous().half(), weight.half()), (x[:, :1].contiguous(), weight[:, :8])):
+        with pytest.raises(ValueError, match="up to 4 rows, 40 wide"):
+            virtual.push_linear.push_linear(*bad, several.once)
+
+
+@interpreted
 def test_ranks_that_send_nothing_are_named_and_later_waits_end():
     """Two of four ranks run."""
     several = world(4, 24)
