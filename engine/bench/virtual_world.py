@@ -37,6 +37,19 @@ class VirtualWorld:
         return Channel.over(self.shape, everyone, self.alarm, first_rank=0, limit_seconds=self.limit_seconds)
 
 
+class Alone:
+    """One rank that is each of its own P peers: what it sends to peer p arrives where rank p would have sent it. It
+    has the device to itself, as a real rank has, and does all of a rank's work in a one-shot round, `once`."""
+
+    def __init__(self, shape: Shape, device: torch.device, limit_seconds: float = 5.0):
+        self.shape, self.device = shape, device
+        self.memory = torch.empty(shape.one_shot_bytes, dtype=torch.uint8, device=device)
+        shape.mark(self.memory, SETS * shape.capacity * shape.ranks)
+        self.alarm = Alarm.on(device, shape.ranks)
+        senders = self.memory.data_ptr() + shape.capacity * shape.row_bytes * torch.arange(shape.ranks)
+        self.once = Channel.over(shape, senders.unsqueeze(0).to(device), self.alarm, 0, limit_seconds)
+
+
 def ranks_of(channel: Channel) -> list[Channel]:
     """Each virtual rank's channel by itself, for a launch of its own; they share what they hold with `channel`."""
     return [

@@ -14,6 +14,9 @@ import torch
 from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
+from engine.bench import epilogue
+from engine.bench.virtual_world import Alone
+from engine.kernels.gpu.channel import Shape
 from tests import virtual_ranks as virtual
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,6 +83,30 @@ def test_a_product_that_sends_its_tiles(ranks, width, inputs, dtype):
         virtual.check_push_linear(several, num_rows, inputs)
     virtual.check_one_shot(several, 1, 2)
     virtual.check_no_mark_is_missing(several)
+
+
+@interpreted
+def test_a_rank_alone_is_each_of_its_peers():
+    alone = Alone(Shape(4, 8, 40, torch.float32), torch.device("cpu"))
+    for num_rows in (1, 3, 1, 1):
+        partial, residual = torch.randn(1, num_rows, 40), torch.randn(1, num_rows, 40)
+        out = torch.empty_like(residual), torch.empty_like(residual)
+        virtual.launch(virtual.ch.one_shot, "cpu", out, partial, residual, torch.ones(40), virtual.EPS, alone.once)
+        assert not alone.alarm.failed_V.any()
+        assert torch.equal(out[1], residual + (partial + partial + partial + partial))
+
+
+@interpreted
+def test_all_forms_that_the_bench_compares_give_the_same_rows():
+    """A rank alone, its rows one chunk wide, runs whole rounds under the interpreter."""
+    compared = epilogue.Epilogue(Alone(Shape(2, 8, 64, torch.float32), torch.device("cpu")), 3, 32)
+    expected = compared.forms()["apart"](0)
+    assert expected.shape == (1, 3, 64) and expected.std() > 0.5
+    following = compared.with_next(compared.forms()["apart"])(0)
+    assert following.shape == (1, 3, epilogue.NEXT_OUTPUTS)
+    for number, form in enumerate((compared.forms() | compared.fetching_forms()).values()):
+        assert torch.allclose(form(number), expected, atol=1e-5)
+        assert torch.allclose(compared.with_next(form)(number), following, atol=1e-4)
 
 
 @interpreted
