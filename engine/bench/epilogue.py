@@ -1,7 +1,8 @@
 """The epilogue form of a round, whose product sends its own tiles, against a product and a round apart.
 
 Weights are cold: rounds of a graph take turns among more of them than a cache holds. Two worlds on one GPU: all P ranks
-in one launch, and one rank that has the GPU to itself and is each of its own peers. Neither has links to wait for.
+in one launch, and one rank that has the GPU to itself and is each of its own peers; its links may be given a delay, so
+that there is something to wait for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ EPS = 1e-5
 ROUNDS = 30  # in one graph
 COLD_BYTES = 200 * 10**6  # of weights that take turns; an H200's cache holds 50 MB
 NEXT_OUTPUTS = 288  # of the next product of a rank: 4.1 MB at K2.5's width
+LINK_NS = 2000
 ROWS, INPUTS = (1, 4, 8, 16, 64), (256, 1024)
+LINK_ROWS = 16  # more would leave no room for the kernels that the links serve
 
 
 class Epilogue:
@@ -62,6 +65,12 @@ class Epilogue:
             "fused, early, fetched": lambda number: self._fused(number, fetches=True, early=True),
         }
 
+    def calls(self) -> dict[str, Callable[[int], torch.Tensor]]:
+        """All forms, then all with the next product behind them."""
+        forms = self.forms()
+        following = {name: self.with_next(form) for name, form in (forms | self.fetching_forms()).items()}
+        return forms | {f"{name}; next": call for name, call in following.items()}
+
     def with_next(self, form: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
         """The form and the product that follows it, of all launched ranks' outputs."""
 
@@ -93,24 +102,59 @@ class Epilogue:
 
 def measure(world: VirtualWorld | Alone, num_rows: int, inputs: int) -> dict[str, Any]:
     """Microseconds of product and round by each form, and of both with the next product after them."""
+    if link_ns(world):
+        load_kernels(world, num_rows, inputs)
     epilogue = Epilogue(world, num_rows, inputs)
-    calls = epilogue.forms()
-    following = {name: epilogue.with_next(form) for name, form in (calls | epilogue.fetching_forms()).items()}
-    calls |= {f"{name}; next": call for name, call in following.items()}
-    row: dict[str, Any] = {"ranks a launch": epilogue.channel.launched, "I": inputs, "T": num_rows}
-    for name, call in calls.items():
-        row[name] = round(1e6 * timed(call, world.device), 2)
+    row: dict[str, Any] = {"ranks a launch": epilogue.channel.launched, "link us": link_ns(world) / 1000}
+    row |= {"I": inputs, "T": num_rows}
+    for name, call in epilogue.calls().items():
+        row[name] = round(1e6 * timed(call, world, num_rows), 2)
     if world.alarm.failed_V.any():
         raise RuntimeError(f"ranks waited in vain: {world.alarm.late_VP.tolist()}")
     return row
 
 
-def timed(call: Callable[[int], object], device: torch.device) -> float:
-    """Seconds of one round of a graph."""
-    return time_calls([lambda number=number: call(number) for number in range(ROUNDS)], device, replays=20).median
+def load_kernels(world: Alone, num_rows: int, inputs: int) -> None:
+    """Runs each kernel once where it waits for nothing: one that waits could keep another from being loaded."""
+    quick = Alone(world.shape, world.device)
+    for call in Epilogue(quick, num_rows, inputs).calls().values():
+        call(0)
+    quick.room.zero_()
+    quick.carry(num_rows)
+    torch.cuda.synchronize()
+
+
+def link_ns(world: VirtualWorld | Alone) -> int:
+    return world.link_ns if isinstance(world, Alone) else 0
+
+
+def timed(call: Callable[[int], object], world: VirtualWorld | Alone, num_rows: int) -> float:
+    """Seconds of one round of a graph; links, if they have a delay, run beside it."""
+    rounds = [lambda number=number: call(number) for number in range(ROUNDS)]
+    if not link_ns(world):
+        return time_calls(rounds, world.device, replays=20).median
+    return time_calls([lambda: beside(rounds, lambda: world.carry(num_rows))], world.device, replays=20).median / ROUNDS
+
+
+def beside(calls: list[Callable[[], object]], other: Callable[[], object]) -> None:
+    """The calls, and as many of the other on a second stream."""
+    main, second = torch.cuda.current_stream(), torch.cuda.Stream()
+    second.wait_stream(main)
+    with torch.cuda.stream(second):
+        for _ in calls:
+            other()
+    for call in calls:
+        call()
+    main.wait_stream(second)
 
 
 def measure_all(ranks: int, device: torch.device, width: int = 7168) -> list[dict[str, Any]]:
     shape = Shape(ranks, 64, width, torch.bfloat16, 8)
-    worlds = Alone(shape, device), VirtualWorld(shape, device)
-    return [measure(world, num_rows, inputs) for world in worlds for inputs in INPUTS for num_rows in ROWS]
+    worlds = Alone(shape, device), Alone(shape, device, link_ns=LINK_NS), VirtualWorld(shape, device)
+    return [
+        measure(world, num_rows, inputs)
+        for world in worlds
+        for inputs in INPUTS
+        for num_rows in ROWS
+        if num_rows <= LINK_ROWS or not link_ns(world)
+    ]
