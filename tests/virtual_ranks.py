@@ -11,6 +11,7 @@ import torch
 
 from engine.bench.virtual_world import VirtualWorld
 from engine.kernels.gpu import channel as ch
+from engine.kernels.gpu import push_linear
 from engine.kernels.gpu.channel import Shape
 from engine.kernels.reference import add_norm, add_parts, local_ids
 
@@ -114,6 +115,29 @@ def check_two_shot(world: World, num_rows: int, parts: int = 1, gather: bool = T
     x = x if gather else x.flatten(0, 1)[:num_rows].unsqueeze(0)
     assert close(world, x[0], expected_x) and torch.equal(x, x[:1].expand_as(x))
     return x[0]
+
+
+def check_push_linear(world: World, num_rows: int, inputs: int, **variant) -> torch.Tensor:
+    """A product that sends its tiles, against the same product, written, and a round: all bits. Returns the residuals
+    [V, T, D]. Both are calls of one channel, so that each finds the places as the other left them."""
+    x = world.draw(world.ranks, num_rows, inputs).to(world.dtype)
+    weight = (world.draw(world.ranks, world.width, inputs) * inputs**-0.5).to(world.dtype)
+    weight[:, ::7] = 0  # sums of zero, whose sign must not look like a mark
+    everyone = world.draw(num_rows, world.width).to(world.dtype).repeat(world.ranks, 1, 1)
+    out, alone = ([torch.full_like(everyone, float("nan")) for _ in range(2)] for _ in range(2))
+    push_linear.push_linear(x, weight, world.once)
+    launch(push_linear.receive, world.device, tuple(out), everyone, world.weight, EPS, world.once, **variant)
+    world.check()
+    partial = torch.full_like(everyone, float("nan"))
+    push_linear.push_linear(x, weight, world.once, out_TD=partial)
+    launch(ch.one_shot, world.device, tuple(alone), partial, everyone, world.weight, EPS, world.once)
+    world.check()
+    for got, expected in zip(out, alone, strict=True):
+        assert torch.equal(got, expected) and torch.equal(got, got[:1].expand_as(got))
+    step = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[world.dtype]
+    true = torch.matmul(x.double(), weight.double().transpose(1, 2))
+    assert torch.allclose(partial.double(), true, rtol=step, atol=step)
+    return out[1]
 
 
 def random_ids(world: World, num_rows: int, routing: str) -> torch.Tensor:

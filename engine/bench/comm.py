@@ -2,6 +2,7 @@
 
 G4: a fused reduce (sum over ranks, residual, RMSNorm) over the library's all-reduce and the two kernels that follow it.
 G4b: dispatch and combine of sharded tokens over one all-reduce of the same rows. On GPUs all of it in CUDA graphs.
+With --virtual-ranks what the exchange kernels take without links: all ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from engine.bench.report import MeasurementError, Report, model_name
+from engine.config import ConfigError
 from engine.doctor.arguments import add_world_arguments, settings_of
 from engine.doctor.examine import examine
 from engine.doctor.findings import Findings, findings, measuring_world
@@ -25,6 +29,12 @@ G4B, G4B_MOST_ROWS = 1.0, 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_world_arguments(parser)
+    parser.add_argument(
+        "--virtual-ranks",
+        type=int,
+        choices=(2, 4, 8),
+        help="measure the kernels of so many ranks on one GPU, without links, in place of rounds between ranks",
+    )
 
 
 def hidden_fraction(step_seconds: float, silent_seconds: float, rounds_seconds: float) -> float:
@@ -40,6 +50,8 @@ def hidden_fraction(step_seconds: float, silent_seconds: float, rounds_seconds: 
 
 def run(args: argparse.Namespace) -> Report | None:
     """Raises ConfigError for a setting that cannot be measured, MeasurementError where the ranks could not."""
+    if args.virtual_ranks:
+        return _virtual(args)
     settings = settings_of(args)
     reports: list[Report | str] = []
 
@@ -54,6 +66,16 @@ def run(args: argparse.Namespace) -> Report | None:
     if code:
         raise MeasurementError("the rank that leads could not measure; its message says why.")
     return reports[0] if reports else None
+
+
+def _virtual(args: argparse.Namespace) -> Report:
+    if args.device == "cpu" or not torch.cuda.is_available():
+        raise ConfigError(f"--virtual-ranks {args.virtual_ranks} measures GPU kernels; run it on a machine with a GPU.")
+    if args.tp or args.ep or args.rows:
+        raise ConfigError("--virtual-ranks has ranks and sizes of its own; leave out --tp, --ep and --rows.")
+    from engine.bench import virtual_ranks  # needs Triton, which a machine without a GPU may lack
+
+    return virtual_ranks.report(args.virtual_ranks, torch.device("cuda"))
 
 
 def _world(settings: Settings) -> World:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from engine.bench import epilogue
 from engine.bench.gpu_timing import time_calls
+from engine.bench.report import Report, format_table
 from engine.bench.virtual_world import VirtualWorld
 from engine.kernels.gpu import channel as kernels
 from engine.kernels.gpu import norm
@@ -16,6 +18,11 @@ from engine.kernels.gpu.channel import Shape
 EPS = 1e-5
 ROUNDS = 20  # in one graph
 EXPERTS = 384
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+GOAL_RANKS = 8  # what the goals below are for: microseconds, and a ratio
+ROUND_GOALS = {1: 6.0, 2: 6.0, 4: 6.0, 8: 6.0, 64: 12.0}
+UNFUSED_GOAL = 1.5
+SPARSE_GOAL, SPARSE_GOAL_MOST_ROWS = 10.0, 16
 
 
 class Rounds:
@@ -80,3 +87,37 @@ def measure(ranks: int, num_rows: int, device: torch.device, width: int = 7168) 
     if world.alarm.failed_V.any():
         raise RuntimeError(f"ranks waited in vain: {world.alarm.late_VP.tolist()}")
     return row
+
+
+def report(ranks: int, device: torch.device) -> Report:
+    """Rounds of 1 to 64 rows beside their goals, and the epilogue form beside the separate one."""
+    measured = [measure(ranks, num_rows, device) for num_rows in ROWS]
+    fused = epilogue.measure_all(ranks, device)
+    notes = [
+        f"us, median, all {ranks} ranks in one launch on one GPU, no links. Round: the faster of one-shot and "
+        "two-shot; its goal at 64 rows is two-shot's. Unfused: sum, residual and norm of all ranks' rows alone.",
+        f"\nA product of I inputs a rank and its round, cold weights ({ranks} ranks a launch, or one that is all its "
+        "own peers); fused: the product sends its tiles.",
+        format_table(fused),
+    ]
+    data = {"ranks": ranks, "measured": measured, "epilogue": fused}
+    title = f"Rounds of {ranks} virtual ranks, rows of 7168 in bfloat16"
+    return Report(title, [with_goals(row) for row in measured], notes, data)
+
+
+def with_goals(row: dict[str, Any]) -> dict[str, Any]:
+    """One row of `measure`, and what it is to reach where there is a goal: at 8 ranks."""
+    num_rows, has_goals = row["tokens"], row["ranks"] == GOAL_RANKS
+    fastest = min(row["one-shot"], row["two-shot"])
+    unfused = row["unfused sum, residual + norm"]
+    return {
+        "T": num_rows,
+        "one-shot": row["one-shot"],
+        "two-shot": row["two-shot"],
+        "round goal": ROUND_GOALS.get(num_rows) if has_goals else None,
+        "unfused": unfused,
+        "round / unfused": fastest / unfused,
+        "ratio goal": UNFUSED_GOAL if has_goals else None,
+        "dispatch + combine": row["dispatch + combine"],
+        "sparse goal": SPARSE_GOAL if has_goals and num_rows <= SPARSE_GOAL_MOST_ROWS else None,
+    }

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from engine.bench.virtual_world import ranks_of
+from engine.bench import epilogue
+from engine.bench.virtual_world import Alone, ranks_of
+from engine.kernels.gpu import dense
+from engine.kernels.gpu.channel import Shape
 from engine.kernels.gpu.delay import delay
+from engine.kernels.reference import add_norm
 from tests import virtual_ranks as virtual
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +35,53 @@ def test_sums_of_replicated_rows(ranks, dtype):
         assert torch.equal(x, virtual.check_two_shot(two, num_rows, parts))
         virtual.check_two_shot(local, num_rows, parts, gather=False)
     virtual.check_no_mark_is_missing(one)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_product_that_sends_its_tiles(ranks, early):
+    """All bits those of the product and the round apart, whether or not the next weight is fetched meanwhile."""
+    several = world(ranks)
+    next_weight = several.draw(ranks, 100, 4096).bfloat16()
+    for num_rows, inputs in ((1, 256), (64, 1024), (2, 2304), (1, 256), (33, 256), (8, 1024), (1, 256), (1, 256)):
+        fetched = next_weight if num_rows % 2 else None
+        virtual.check_push_linear(several, num_rows, inputs, early=early, next_weight=fetched)
+    virtual.check_no_mark_is_missing(several)
+
+
+@pytest.mark.parametrize("link_ns", [0, 2000])
+def test_a_rank_alone_gets_its_own_rows_from_all_peers(link_ns):
+    """Over links with a delay too, by every form that the bench compares."""
+    alone = Alone(Shape(8, 64, WIDTH, torch.bfloat16), torch.device("cuda"), link_ns=link_ns)
+    if link_ns:
+        epilogue.load_kernels(alone, 4, 256)
+    compared = epilogue.Epilogue(alone, 4, 256)
+    partial = torch.empty_like(compared.residual)
+    virtual.push_linear.push_linear(compared.x, compared.weights[0], alone.once, out_TD=partial)
+    eight = partial[None].expand(8, 1, 4, WIDTH)
+    expected, _ = add_norm(
+        virtual.expected_sum(eight, torch.bfloat16), compared.residual[0], compared.norm_weight, 1e-5
+    )
+    results = []
+    rounds = [lambda form=form: results.append(form(0)) for form in compared.forms().values()] * 4
+    torch.cuda.synchronize()
+    if link_ns:
+        epilogue.beside(rounds, lambda: alone.carry(4))
+    else:
+        for one in rounds:
+            one()
+    torch.cuda.synchronize()
+    assert not alone.alarm.failed_V.any() and len(results) == 12
+    assert all(torch.allclose(x[0].float(), expected.float(), rtol=3e-2, atol=3e-2) for x in results)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_a_product_that_is_written_has_the_bits_of_the_plain_one(num_rows):
+    several = world(2)
+    x, weight = (several.draw(2, rows, 1024).bfloat16() for rows in (num_rows, WIDTH))
+    out = several.draw(2, num_rows, WIDTH).bfloat16()
+    virtual.push_linear.push_linear(x, weight, several.once, dense.Tile(), out)
+    assert torch.equal(out, torch.stack([dense.linear(*one) for one in zip(x, weight, strict=True)]))
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 1), (4, 1), (8, 1), (8, 4), (4, 2), (2, 2)])

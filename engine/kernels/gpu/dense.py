@@ -34,6 +34,29 @@ class Tile:
     head: int = 128
 
 
+@triton.jit
+def product(
+    x_rows, w_rows, w_head, is_row,
+    PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Float32 [BLOCK_O, ROWS] of PART inputs from where x_rows [ROWS, 1] and w_rows [BLOCK_O] point; w_head holds the
+    weight's first columns, which are added last."""
+    HEAD: tl.constexpr = w_head.shape[1]
+    i = tl.arange(0, BLOCK_I)
+    x_head = tl.load(x_rows + tl.arange(0, HEAD)[None, :], mask=is_row, other=0.0)
+    acc = tl.zeros((BLOCK_O, ROWS), tl.float32)
+    for step in tl.range(HEAD, PART, BLOCK_I, num_stages=STAGES):
+        inside = (i < PART - step)[None, :]
+        if (PART - HEAD) % BLOCK_I == 0:
+            w = tl.load(w_rows[:, None] + step + i[None, :])
+            x = tl.load(x_rows + step + i[None, :], mask=is_row, other=0.0)
+        else:
+            w = tl.load(w_rows[:, None] + step + i[None, :], mask=inside, other=0.0)
+            x = tl.load(x_rows + step + i[None, :], mask=is_row & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc)
+    return tl.dot(w_head, tl.trans(x_head), acc)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x_ptr,
@@ -54,27 +77,14 @@ def linear_kernel(
     part = tl.program_id(1)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     t = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, BLOCK_I)
     first = part * PART
     w_rows = w_ptr + tl.minimum(o, OUT - 1).to(tl.int64) * IN + first
     x_rows = x_ptr + t[:, None].to(tl.int64) * IN + first
     is_row = (t < num_rows)[:, None]
     # The weight's first columns come before the input is there: the wait is time in which the memory can work.
-    head = tl.arange(0, HEAD)[None, :]
-    w_head = tl.load(w_rows[:, None] + head)
+    w_head = tl.load(w_rows[:, None] + tl.arange(0, HEAD)[None, :])
     pdl.wait(PDL)
-    x_head = tl.load(x_rows + head, mask=is_row, other=0.0)
-    acc = tl.zeros((BLOCK_O, ROWS), tl.float32)
-    for step in tl.range(HEAD, PART, BLOCK_I, num_stages=STAGES):
-        inside = (i < PART - step)[None, :]
-        if (PART - HEAD) % BLOCK_I == 0:
-            w = tl.load(w_rows[:, None] + step + i[None, :])
-            x = tl.load(x_rows + step + i[None, :], mask=is_row, other=0.0)
-        else:
-            w = tl.load(w_rows[:, None] + step + i[None, :], mask=inside, other=0.0)
-            x = tl.load(x_rows + step + i[None, :], mask=is_row & inside, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc)
-    acc = tl.dot(w_head, tl.trans(x_head), acc)
+    acc = product(x_rows, w_rows, w_head, is_row, PART, ROWS, BLOCK_O, BLOCK_I, STAGES)
     rows = (part * num_rows + t).to(tl.int64)
     out_ptrs = out_ptr + rows[:, None] * OUT + o[None, :]
     tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=is_row & (o < OUT)[None, :])
@@ -100,7 +110,7 @@ def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.stages,
-        HEAD=_head(tile.head, inputs // tile.parts),
+        HEAD=head_of(tile.head, inputs // tile.parts),
         num_warps=tile.warps,
         **pdl.launch_options(x_TI.device),
     )
@@ -118,7 +128,7 @@ def tile_rows(num_rows: int) -> int:
     return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
 
 
-def _head(wanted: int, part: int) -> int:
+def head_of(wanted: int, part: int) -> int:
     """The largest power of two that neither passes what is wanted nor the part."""
     return min(wanted, 1 << (part.bit_length() - 1))
 
@@ -154,7 +164,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         part = inputs // tile.parts
         constants = {
             "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i,
-            "STAGES": tile.stages, "HEAD": _head(tile.head, part), "PDL": capability >= (9, 0),
+            "STAGES": tile.stages, "HEAD": head_of(tile.head, part), "PDL": capability >= (9, 0),
         }  # fmt: skip
         name = f"linear {inputs} in {tile.parts}, {rows} rows"
         cases.append((name, linear_kernel, signature | {"out_ptr": out}, constants, {"num_warps": tile.warps}))

@@ -16,6 +16,39 @@ from engine.kernels.gpu import pdl, peer
 from engine.kernels.gpu.peer import GATHER, NORM, PUSH, SETS, SUM
 
 
+@triton.jit
+def sum_rows(
+    rows_ptr, residual_ptr, new_residual_ptr, squares_ptr, calls, num_rows, chunk, first, step, d, inside,
+    failed_ptr, alarms, limit_ns,
+    D: tl.constexpr, WIDE: tl.constexpr, P: tl.constexpr, STRIDE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A chunk of the rows first, first + step, ... from all P ranks, STRIDE apart, added to the residuals."""
+    dtype: tl.constexpr = new_residual_ptr.dtype.element_ty
+    for i in range(first, num_rows, step):
+        row = peer.wide(i)
+        residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
+        rows = peer.wait_rows(rows_ptr + row * D, STRIDE, d, inside, -1, failed_ptr, alarms, limit_ns, P, dtype, ASM)
+        new = peer.add_residual(residual, peer.add_in_order(rows, P, dtype), dtype)
+        peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
+        tl.store(new_residual_ptr + row * D + d, new, mask=inside)
+
+
+@triton.jit
+def norm_rows(
+    new_residual_ptr, out_ptr, weight, squares_ptr, calls, num_rows, first, step, d, inside,
+    failed_ptr, own_alarm_ptr, limit_ns, eps,
+    D: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The same chunk normed, once the programs of the row's other chunks have told their sums of squares."""
+    for i in range(first, num_rows, step):
+        row = peer.wide(i)
+        new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
+        squares = peer.wait_squares(
+            squares_ptr + row * WIDE, calls, failed_ptr, own_alarm_ptr, limit_ns, CHUNKS, WIDE, ASM
+        )
+        tl.store(out_ptr + row * D + d, peer.normed(new, squares, weight, eps, D), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "first_rank", "limit_ns"], do_not_specialize_on_alignment=["failed_ptr", "alarm_ptr"]
 )
@@ -40,7 +73,8 @@ def one_shot_kernel(
     squares_ptr += v * CAPACITY * WIDE
     chunk, first, step = peer.portion(CHUNKS)
     d = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside, stride = d < D, CAPACITY * D
+    inside = d < D
+    stride: tl.constexpr = CAPACITY * D
     peers = peer.addresses(peers_ptr, P)
     mine = peer.rows_at(peer.pick(peers, rank, P), dtype)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
@@ -59,23 +93,15 @@ def one_shot_kernel(
         for i in range(first, rows_before, step):
             peer.put_marks(mine + before, stride, peer.wide(i), d, inside, P, D, dtype)
     if SUM & PHASES:
-        for i in range(first, num_rows, step):
-            row = peer.wide(i)
-            residual = tl.load(residual_ptr + row * D + d, mask=inside, other=0.0)
-            rows = peer.wait_rows(
-                mine + place + row * D, stride, d, inside, -1, failed_ptr, alarms, limit_ns, P, dtype, ASM
-            )
-            new = peer.add_residual(residual, peer.add_in_order(rows, P, dtype), dtype)
-            peer.tell_squares(squares_ptr, row, chunk, new, calls, WIDE)
-            tl.store(new_residual_ptr + row * D + d, new, mask=inside)
+        sum_rows(
+            mine + place, residual_ptr, new_residual_ptr, squares_ptr, calls, num_rows, chunk, first, step, d, inside,
+            failed_ptr, alarms, limit_ns, D, WIDE, P, stride, ASM,
+        )  # fmt: skip
     if NORM & PHASES:
-        for i in range(first, num_rows, step):
-            row = peer.wide(i)
-            new = tl.load(new_residual_ptr + row * D + d, mask=inside, other=0.0)
-            squares = peer.wait_squares(
-                squares_ptr + row * WIDE, calls, failed_ptr, alarm_ptr + rank, limit_ns, CHUNKS, WIDE, ASM
-            )
-            tl.store(out_ptr + row * D + d, peer.normed(new, squares, weight, eps, D), mask=inside)
+        norm_rows(
+            new_residual_ptr, out_ptr, weight, squares_ptr, calls, num_rows, first, step, d, inside,
+            failed_ptr, alarm_ptr + rank, limit_ns, eps, D, CHUNKS, WIDE, ASM,
+        )  # fmt: skip
         peer.count_call(state_ptr, calls, num_rows, MOST, 128)
 
 

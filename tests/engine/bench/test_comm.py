@@ -3,6 +3,7 @@
 import pytest
 
 from engine.bench import comm
+from engine.bench.__main__ import main, parser
 from engine.doctor.findings import Findings
 from engine.doctor.placement import Round, Rounds
 from engine.doctor.settings import Settings
@@ -41,3 +42,24 @@ def test_hidden_fraction():
     assert comm.hidden_fraction(9.2e-3, 9e-3, 1e-3) == pytest.approx(0.8)
     with pytest.raises(ValueError, match="more than one rank"):
         comm.hidden_fraction(1, 1, 0)
+
+
+def test_virtual_ranks_are_none_unless_asked_for(capsys):
+    assert parser().parse_args(["comm"]).virtual_ranks is None
+    assert parser().parse_args(["comm", "--virtual-ranks", "8"]).virtual_ranks == 8
+    with pytest.raises(SystemExit):
+        parser().parse_args(["comm", "--virtual-ranks", "3"])
+    assert "invalid choice: 3" in capsys.readouterr().err
+
+
+def test_virtual_ranks_need_a_gpu(capsys):
+    assert main(["comm", "--virtual-ranks", "8", "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "error: --virtual-ranks 8 measures GPU kernels; run it on a machine with a GPU.\n"
+    assert not said.out
+
+
+def test_virtual_ranks_come_with_their_own_sizes(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert main(["comm", "--virtual-ranks", "8", "--rows", "4"]) == 2
+    assert "leave out --tp, --ep and --rows" in capsys.readouterr().err

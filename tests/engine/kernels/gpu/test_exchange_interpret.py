@@ -14,6 +14,9 @@ import torch
 from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
+from engine.bench import epilogue
+from engine.bench.virtual_world import Alone
+from engine.kernels.gpu.channel import Shape
 from tests import virtual_ranks as virtual
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,6 +70,68 @@ def test_dispatch_and_combine(ranks, width, group, top_k):
     several = world(ranks, width, top_k=top_k, experts=8, group=group)
     for num_rows, routing in ((1, "any"), (ranks + 1, "some"), (2, "few"), (1, "none")):
         virtual.check_dispatch_and_combine(several, num_rows, routing, 1 + num_rows % 2, num_rows > 1)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("ranks", "width", "inputs", "dtype"), [(2, 1100, 192, torch.float16), (4, 40, 40, torch.float32)]
+)
+def test_a_product_that_sends_its_tiles(ranks, width, inputs, dtype):
+    """Sizes go up and down, and pairs of launches take turns with whole rounds, so that marks must come back."""
+    several = world(ranks, width, dtype)
+    for num_rows in (1, 2 * ranks, 1, 1):
+        virtual.check_push_linear(several, num_rows, inputs)
+    virtual.check_one_shot(several, 1, 2)
+    virtual.check_no_mark_is_missing(several)
+
+
+@interpreted
+def test_a_rank_alone_is_each_of_its_peers():
+    alone = Alone(Shape(4, 8, 40, torch.float32), torch.device("cpu"))
+    for num_rows in (1, 3, 1, 1):
+        partial, residual = torch.randn(1, num_rows, 40), torch.randn(1, num_rows, 40)
+        out = torch.empty_like(residual), torch.empty_like(residual)
+        virtual.launch(virtual.ch.one_shot, "cpu", out, partial, residual, torch.ones(40), virtual.EPS, alone.once)
+        assert not alone.alarm.failed_V.any()
+        assert torch.equal(out[1], residual + (partial + partial + partial + partial))
+
+
+@interpreted
+def test_rows_over_a_slow_link_arrive_and_leave_marks_behind():
+    alone = Alone(Shape(4, 8, 40, torch.float32), torch.device("cpu"), link_ns=-1)  # there is no clock here
+    for num_rows in (1, 3, 1, 1):
+        partial, residual = torch.randn(1, num_rows, 40), torch.randn(1, num_rows, 40)
+        out = torch.empty_like(residual), torch.empty_like(residual)
+        args = (partial, residual, torch.ones(40), virtual.EPS, alone.once)
+        virtual.ch.one_shot(*args, out=out, phases=1)
+        assert (alone.room.view(torch.int32) != -(2**31)).sum() == 3 * num_rows * 40  # on their way
+        alone.carry(num_rows)
+        for phase in (2, 4):
+            virtual.ch.one_shot(*args, out=out, phases=phase)
+        assert not alone.alarm.failed_V.any()
+        assert torch.equal(out[1], residual + (partial + partial + partial + partial))
+        assert (alone.room.view(torch.int32) == -(2**31)).all()
+
+
+@interpreted
+def test_all_forms_that_the_bench_compares_give_the_same_rows():
+    """A rank alone, its rows one chunk wide, runs whole rounds under the interpreter."""
+    compared = epilogue.Epilogue(Alone(Shape(2, 8, 64, torch.float32), torch.device("cpu")), 3, 32)
+    expected = compared.forms()["apart"](0)
+    assert expected.shape == (1, 3, 64) and expected.std() > 0.5
+    following = compared.with_next(compared.forms()["apart"])(0)
+    assert following.shape == (1, 3, epilogue.NEXT_OUTPUTS)
+    for number, (name, call) in enumerate(compared.calls().items()):
+        assert torch.allclose(call(number), following if "next" in name else expected, atol=1e-4)
+
+
+@interpreted
+def test_a_product_that_the_channel_does_not_take():
+    several = world(2, 40)
+    x, weight = torch.zeros(2, 5, 16), torch.zeros(2, 40, 16)
+    for bad in ((x, weight), (x[:, :1].contiguous().half(), weight.half()), (x[:, :1].contiguous(), weight[:, :8])):
+        with pytest.raises(ValueError, match="up to 4 rows, 40 wide"):
+            virtual.push_linear.push_linear(*bad, several.once)
 
 
 @interpreted
