@@ -93,8 +93,8 @@ PCIE = Links(
     _pcie(slice(0, 1)),
     _pcie(slice(1, 3)),
     "published for 8 GPUs: a one-shot sum takes 7.2 us + 0.26 us/kB (27 GB/s out of a GPU), NCCL's 24.1 us + 0.016 "
-    "us/kB. A hop of the others is taken to cost the same 7.2 us: two-shot has 2 a round, sparse 1 in the reduce and 3 in "
-    "dispatch and combine.",
+    "us/kB. A hop of the others is taken to cost the same 7.2 us: two-shot has 2 a round, sparse 1 in the reduce and 3 "
+    "in dispatch and combine.",
 )
 
 
