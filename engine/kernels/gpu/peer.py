@@ -20,6 +20,7 @@ import triton.language as tl
 PUSH, SUM, NORM, GATHER = (tl.constexpr(1 << i) for i in range(4))
 ALL_PHASES = 15
 SETS = tl.constexpr(3)
+CALLS = tl.constexpr(2**31 - 2)  # counted up to here, then from 0 again: a multiple of SETS, so that sets stay in turn
 
 
 @triton.jit
@@ -127,17 +128,18 @@ def calls_so_far(state_ptr, MOST: tl.constexpr):
 def count_call(state_ptr, calls, num_rows, MOST: tl.constexpr, BLOCK: tl.constexpr):
     """For this program and for every later one whose number differs by a multiple of the programs that run."""
     grid = tl.num_programs(0)
+    following = tl.where(calls == CALLS - 1, 0, calls + 1)
     tl.debug_barrier()  # all of this program has read the count
     for first in range(0, MOST, BLOCK * grid):
         slots = first + tl.program_id(0) + tl.arange(0, BLOCK) * grid
-        tl.store(state_ptr + slots, tl.zeros((BLOCK,), tl.int32) + (calls + 1), mask=slots < MOST)
+        tl.store(state_ptr + slots, tl.zeros((BLOCK,), tl.int32) + following, mask=slots < MOST)
         tl.store(state_ptr + MOST + slots, tl.zeros((BLOCK,), tl.int32) + num_rows, mask=slots < MOST)
 
 
 @triton.jit
 def set_of(calls):
     """The set of places this call uses; the one after the next is that of the call before."""
-    return ((calls % SETS + SETS) % SETS).to(tl.int64)  # calls wrap around to negative numbers
+    return (calls % SETS).to(tl.int64)
 
 
 @triton.jit
@@ -249,8 +251,10 @@ def ask_for_room(peers, rank, credits: tl.constexpr, calls, P: tl.constexpr):
 
 @triton.jit
 def behind(own, calls, P: tl.constexpr):
-    """Of each rank whether it has not begun the call before this one."""
-    return (tl.load(own + tl.arange(0, P), volatile=True) - (calls - 1)) < 0
+    """Of each rank whether it has not begun the call before this one. Ranks are a few calls apart at most: more than
+    half of all numbers lie between them only where one counts from 0 again."""
+    ahead = tl.load(own + tl.arange(0, P), volatile=True) - (calls - 1)
+    return ((ahead < 0) & (ahead > -(CALLS // 2))) | ((ahead > CALLS // 2) & (ahead < CALLS))
 
 
 @triton.jit
