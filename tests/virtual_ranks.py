@@ -51,7 +51,7 @@ class World:
         return torch.where(partial.abs() < 0.2, -0.0, partial)
 
     def check(self) -> None:
-        assert not self.alarm.failed_V.any(), f"gave up waiting for {self.alarm.late_VP.tolist()}"
+        assert not self.alarm.failed_V.any(), f"gave up waiting for {self.alarm.late_V2P.tolist()}"
 
     def shares(self, x_TD: torch.Tensor, share: int) -> torch.Tensor:
         """[V, t, D]: each rank's rows, the last ones' missing rows NaN."""

@@ -110,7 +110,7 @@ def measure(world: VirtualWorld | Alone, num_rows: int, inputs: int) -> dict[str
     for name, call in epilogue.calls().items():
         row[name] = round(1e6 * timed(call, world, num_rows), 2)
     if world.alarm.failed_V.any():
-        raise RuntimeError(f"ranks waited in vain: {world.alarm.late_VP.tolist()}")
+        raise RuntimeError(f"ranks waited in vain: {world.alarm.late_V2P.tolist()}")
     return row
 
 

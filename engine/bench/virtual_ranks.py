@@ -85,7 +85,7 @@ def measure(ranks: int, num_rows: int, device: torch.device, width: int = 7168) 
         row[name] = round(1e6 * timing.median, 2)
         row[f"{name} spread"] = round(timing.spread, 3)
     if world.alarm.failed_V.any():
-        raise RuntimeError(f"ranks waited in vain: {world.alarm.late_VP.tolist()}")
+        raise RuntimeError(f"ranks waited in vain: {world.alarm.late_V2P.tolist()}")
     return row
 
 

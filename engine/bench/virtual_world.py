@@ -80,7 +80,7 @@ def ranks_of(channel: Channel) -> list[Channel]:
             addresses_VP=channel.addresses_VP[rank : rank + 1],
             state=channel.state[rank : rank + 1],
             squares=channel.squares[rank : rank + 1],
-            alarm=Alarm(channel.alarm.failed_V[rank : rank + 1], channel.alarm.late_VP[rank : rank + 1]),
+            alarm=Alarm(channel.alarm.failed_V[rank : rank + 1], channel.alarm.late_V2P[rank : rank + 1]),
             first_rank=rank,
         )
         for rank in range(channel.shape.ranks)

@@ -10,10 +10,10 @@ from engine.comm import choice_rule
 from engine.comm import dispatcher as dispatchers
 from engine.comm.choice_cache import ChoiceCache, Measured, as_json, fingerprint, from_json
 from engine.comm.choice_measure import Measure, build_all, measure_all
-from engine.comm.collectives import gather_json
+from engine.comm.collectives import RankError, gather_json
 from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, TokenDispatcher
 from engine.comm.parallel_state import ParallelState
-from engine.comm.timing import time_dispatcher
+from engine.comm.timing import time_dispatcher, try_once
 from engine.log import logger
 
 
@@ -79,7 +79,7 @@ class DispatcherChoice:
         self._measured: Measured = {}
         names = _agreed(candidates(name, parallel, limits), parallel)
         if len(names) == 1:
-            self._built = {names[0]: dispatchers.build(names[0], parallel, limits)}
+            self._built = {names[0]: _tried(names[0], parallel, limits)}
         else:
             self._built = build_all(names, parallel, limits)
         self._chosen = dict.fromkeys(self._sizes, next(iter(self._built)))
@@ -172,6 +172,19 @@ class DispatcherChoice:
     def close(self) -> None:
         for one in self._built.values():
             one.close()
+
+
+def _tried(name: str, parallel: ParallelState, limits: DispatchLimits) -> TokenDispatcher:
+    """Built, and seen to work where a link may lose what it says it has taken."""
+    built = dispatchers.build(name, parallel, limits)
+    if parallel.device.type == "cuda" and not parallel.is_alone:
+        try:
+            try_once(built, limits, parallel)
+        except RankError as error:
+            raise ValueError(
+                f"moe_comm={name!r} does not work here: {error}; see `python -m engine.doctor`."
+            ) from error
+    return built
 
 
 def _why_alone(parallel: ParallelState) -> str:

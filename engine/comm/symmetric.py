@@ -1,7 +1,7 @@
 """Memory on a GPU that every rank of the host can write: torch's symmetric memory, with plain peer pointers.
 
-Building is collective and ends with a round that shows that rows do arrive: over PCIe a write to a peer may be accepted
-and never seen (peer access off, IOMMU in the way).
+Building is collective. Over PCIe a write to a peer may be accepted and never seen (peer access off, IOMMU in the way),
+so that whoever chooses a dispatcher tries it first.
 """
 
 from __future__ import annotations

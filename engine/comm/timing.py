@@ -100,6 +100,18 @@ def time_dispatcher(
     return RoundTimes(reduce, dispatch, both - dispatch)
 
 
+@torch.inference_mode()
+def try_once(dispatcher: TokenDispatcher, limits: DispatchLimits, parallel: ParallelState, seed: int = 0) -> None:
+    """A layer's rounds of one row. Raises collectives.RankError on every rank where they do not come through on one."""
+
+    def rounds() -> None:
+        _Rounds(dispatcher, 1, limits, parallel, seed)
+        _check(dispatcher, parallel.device)
+
+    with parallel.meter.apart():
+        together(rounds, parallel)
+
+
 def _check(dispatcher: TokenDispatcher, device: torch.device) -> None:
     """Raises RuntimeError where a kernel of the dispatcher gave up."""
     synchronize(device)

@@ -110,7 +110,7 @@ def test_a_rank_that_sends_nothing_is_named_in_time():
             for _ in range(100):  # the first waits, the others do not
                 virtual.ch.one_shot(p, r, several.weight, virtual.EPS, channel)
     torch.cuda.synchronize()
-    assert several.alarm.late_VP[:3].tolist() == [[0, 0, 0, 1]] * 3
+    assert several.alarm.late_V2P[:3, 0].tolist() == [[0, 0, 0, 1]] * 3
 
 
 class Soak:

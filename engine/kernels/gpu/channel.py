@@ -70,15 +70,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What kernels leave when they gave up waiting. failed_V: int32 on the device; late_VP: int32, where the host reads
-    it without waiting, 1 for each rank that sent nothing."""
+    """What kernels leave when they first gave up waiting. failed_V: int32 on the device. late_V2P: int32, where the host
+    reads it without waiting: 1 for each rank that has sent nothing, then for each that may itself have been waiting."""
 
     failed_V: torch.Tensor
-    late_VP: torch.Tensor
+    late_V2P: torch.Tensor
 
     @classmethod
     def on(cls, device: torch.device, ranks: int, launched: int = 1) -> Alarm:
-        late = torch.zeros(launched, ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        late = torch.zeros(launched, 2, ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
         return cls(torch.zeros(launched, dtype=torch.int32, device=device), late)
 
 
@@ -144,7 +144,7 @@ class Channel:
 
     def pointers(self, squares: bool = True) -> tuple[torch.Tensor, ...]:
         middle = (self.squares,) if squares else ()
-        return (self.addresses_VP, *middle, self.state, self.alarm.failed_V, self.alarm.late_VP)
+        return (self.addresses_VP, *middle, self.state, self.alarm.failed_V, self.alarm.late_V2P)
 
 
 def one_shot(

@@ -55,8 +55,7 @@ def wait_notes(pointer, k, failed_ptr, alarm_ptr, limit_ns, K: tl.constexpr, ASM
             if (missing > 0) & (peer.nanoseconds(ASM) - start > limit):
                 missing = tl.full((), -1, tl.int32)
         if missing < 0:
-            tl.store(failed_ptr, 1)
-            tl.store(alarm_ptr, 1)
+            tl.store(alarm_ptr, 1, mask=peer.gives_up_first(failed_ptr))
     return largest
 
 

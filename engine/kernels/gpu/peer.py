@@ -20,6 +20,7 @@ import triton.language as tl
 PUSH, SUM, NORM, GATHER = (tl.constexpr(1 << i) for i in range(4))
 ALL_PHASES = 15
 SETS = tl.constexpr(3)
+CALLS = tl.constexpr(2**31 - 2)  # counted up to here, then from 0 again: a multiple of SETS, so that sets stay in turn
 
 
 @triton.jit
@@ -39,6 +40,14 @@ def patience(failed_ptr, limit_ns, ASM: tl.constexpr):
         return tl.where(tl.load(failed_ptr) != 0, 0, limit_ns)
     else:
         return tl.full((), -1, tl.int64)
+
+
+@triton.jit
+def gives_up_first(failed_ptr):
+    """Notes that this rank waits no longer. Whether it still did: only then is it known who is late."""
+    first = tl.load(failed_ptr, volatile=True) == 0
+    tl.store(failed_ptr, 1)
+    return first
 
 
 @triton.jit
@@ -97,12 +106,12 @@ def rows_at(address, dtype: tl.constexpr):
 @triton.jit
 def of_rank(v, peers_ptr, state_ptr, failed_ptr, alarm_ptr, P: tl.constexpr, MOST: tl.constexpr):
     """The same arrays from where those of rank v of the launch begin."""
-    return peers_ptr + v * P, state_ptr + v * 2 * MOST, failed_ptr + v, alarm_ptr + v * P
+    return peers_ptr + v * P, state_ptr + v * 2 * MOST, failed_ptr + v, alarm_ptr + v * 2 * P
 
 
 @triton.jit
 def each(alarm_ptr, P: tl.constexpr):
-    """Where to note that a rank is late, for ranks 0 to P - 1."""
+    """Where to note that a rank has not sent, for ranks 0 to P - 1. P places further on: one that may itself wait."""
     found = ()
     for p in tl.static_range(P):
         found = found + (alarm_ptr + p,)  # noqa: RUF005
@@ -127,17 +136,18 @@ def calls_so_far(state_ptr, MOST: tl.constexpr):
 def count_call(state_ptr, calls, num_rows, MOST: tl.constexpr, BLOCK: tl.constexpr):
     """For this program and for every later one whose number differs by a multiple of the programs that run."""
     grid = tl.num_programs(0)
+    following = tl.where(calls == CALLS - 1, 0, calls + 1)
     tl.debug_barrier()  # all of this program has read the count
     for first in range(0, MOST, BLOCK * grid):
         slots = first + tl.program_id(0) + tl.arange(0, BLOCK) * grid
-        tl.store(state_ptr + slots, tl.zeros((BLOCK,), tl.int32) + (calls + 1), mask=slots < MOST)
+        tl.store(state_ptr + slots, tl.zeros((BLOCK,), tl.int32) + following, mask=slots < MOST)
         tl.store(state_ptr + MOST + slots, tl.zeros((BLOCK,), tl.int32) + num_rows, mask=slots < MOST)
 
 
 @triton.jit
 def set_of(calls):
     """The set of places this call uses; the one after the next is that of the call before."""
-    return ((calls % SETS + SETS) % SETS).to(tl.int64)  # calls wrap around to negative numbers
+    return (calls % SETS).to(tl.int64)
 
 
 @triton.jit
@@ -190,10 +200,10 @@ def wait_more(
             if (missing > 0) & (nanoseconds(ASM) - start > limit):
                 missing = tl.full((), -1, tl.int32)
         if missing < 0:
-            tl.store(failed_ptr, 1)
+            first = gives_up_first(failed_ptr)
             for r in tl.static_range(P):
                 late = tl.max((rows[r] == mark_of(dtype)).to(tl.int32), 0)
-                tl.store(alarms[r], 1, mask=late > 0)
+                tl.store(alarms[r], 1, mask=first & (late > 0))
     return rows
 
 
@@ -249,8 +259,10 @@ def ask_for_room(peers, rank, credits: tl.constexpr, calls, P: tl.constexpr):
 
 @triton.jit
 def behind(own, calls, P: tl.constexpr):
-    """Of each rank whether it has not begun the call before this one."""
-    return (tl.load(own + tl.arange(0, P), volatile=True) - (calls - 1)) < 0
+    """Of each rank whether it has not begun the call before this one. Ranks are a few calls apart at most: more than
+    half of all numbers lie between them only where one counts from 0 again."""
+    ahead = tl.load(own + tl.arange(0, P), volatile=True) - (calls - 1)
+    return ((ahead < 0) & (ahead > -(CALLS // 2))) | ((ahead > CALLS // 2) & (ahead < CALLS))
 
 
 @triton.jit
@@ -266,8 +278,7 @@ def wait_for_room(own, late, calls, failed_ptr, alarm_ptr, limit_ns, P: tl.const
             if (waiting > 0) & (nanoseconds(ASM) - start > limit):
                 waiting = tl.full((), -1, tl.int32)
         if waiting < 0:
-            tl.store(failed_ptr, 1)
-            tl.store(alarm_ptr + tl.arange(0, P), 1, mask=late)
+            tl.store(alarm_ptr + P + tl.arange(0, P), 1, mask=late & gives_up_first(failed_ptr))
 
 
 @triton.jit
@@ -321,17 +332,16 @@ def wait_squares(
     pointer, calls, failed_ptr, alarm_ptr, limit_ns, CHUNKS: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Sum of squares of a whole row, whose owner is the rank of alarm_ptr; gives up as `wait_rows` does."""
-    total, missing = load_squares(pointer, calls, CHUNKS)
+    total, missing = load_squares(pointer, calls, CHUNKS, WIDE)
     if missing > 0:
         start = nanoseconds(ASM)
         limit = patience(failed_ptr, limit_ns, ASM)
         while missing > 0:
-            total, missing = load_squares(pointer, calls, CHUNKS)
+            total, missing = load_squares(pointer, calls, CHUNKS, WIDE)
             if (missing > 0) & (nanoseconds(ASM) - start > limit):
                 missing = tl.full((), -1, tl.int32)
         if missing < 0:
-            tl.store(failed_ptr, 1)
-            tl.store(alarm_ptr, 1)
+            tl.store(alarm_ptr, 1, mask=gives_up_first(failed_ptr))
     return total
 
 
@@ -356,7 +366,7 @@ def gather(
         there = rows_there_are(i, step, num_rows, AT_ONCE)
         owners = ()
         for u in tl.static_range(AT_ONCE):
-            owners = owners + (alarm_ptr + (i + u * step) // share,)  # noqa: RUF005
+            owners = owners + (alarm_ptr + P + (i + u * step) // share,)  # noqa: RUF005
         rows = wait_rows(
             rows_at(own, dtype) + sums + wide(i) * D, wide(step) * D, d, inside, there, failed_ptr, owners, limit_ns,
             AT_ONCE, dtype, ASM,

@@ -50,7 +50,7 @@ def slow_link(room: torch.Tensor, rows: torch.Tensor, channel: Channel, num_rows
     calls carried, whose own memory is not used."""
     constants = channel.constants()
     slow_link_kernel[channel.grid(num_rows)](
-        room, rows, channel.state, channel.alarm.failed_V, channel.alarm.late_VP, num_rows, delay_ns, channel.limit_ns,
+        room, rows, channel.state, channel.alarm.failed_V, channel.alarm.late_V2P, num_rows, delay_ns, channel.limit_ns,
         CAPACITY=channel.shape.capacity, **constants,
     )  # fmt: skip
 

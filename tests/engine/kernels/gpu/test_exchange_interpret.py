@@ -17,9 +17,14 @@ pytest.importorskip("triton")
 from engine.bench import epilogue
 from engine.bench.virtual_world import Alone
 from engine.kernels.gpu.channel import Shape
+
+
+from engine.bench.virtual_world import ranks_of
+from engine.kernels.gpu.peer import CALLS
 from tests import virtual_ranks as virtual
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LAST = CALLS.value - 1
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
 if INTERPRETED:
     allow_scalar_arrays()
@@ -142,5 +147,62 @@ def test_ranks_that_send_nothing_are_named_and_later_waits_end():
     partial, residual = several.draw(2, 1, 3, 24), several.draw(2, 3, 24)
     out = torch.empty_like(residual), torch.empty_like(residual)
     virtual.launch(virtual.ch.one_shot, "cpu", out, partial, residual, several.weight, virtual.EPS, two)
-    assert several.alarm.late_VP.tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0] * 4, [0] * 4]
+    assert several.alarm.late_V2P[:, 0].tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0] * 4, [0] * 4]
     assert several.alarm.failed_V.tolist() == [1, 1, 0, 0]
+
+
+def begun(several: virtual.World, memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """[P, P]: the call that each rank has been told of by all ranks."""
+    return memory[:, num_bytes - 4 * several.ranks : num_bytes].view(torch.int32)
+
+
+@interpreted
+@pytest.mark.parametrize("calls", [2, 3])
+def test_sets_stay_in_turn_where_counting_begins_anew(calls):
+    """A rank that goes alone finds marks, not rows of an earlier call."""
+    several = world(2, 24)
+    for _ in range(3):
+        virtual.check_one_shot(several, 4)
+    several.once.state[:, 0] = LAST - 2
+    for _ in range(calls):
+        virtual.check_one_shot(several, 4)
+    partial, residual = several.draw(1, 1, 4, 24), several.draw(1, 4, 24)
+    out = torch.empty_like(residual), torch.empty_like(residual)
+    alone = ranks_of(several.once)[0]
+    virtual.launch(virtual.ch.one_shot, "cpu", out, partial, residual, several.weight, virtual.EPS, alone)
+    assert several.alarm.late_V2P[:, 0].tolist() == [[0, 1], [0, 0]]
+
+
+@interpreted
+def test_rows_are_dispatched_and_combined_where_counting_begins_anew():
+    several = world(2, 24, top_k=3)
+    shape = several.out.shape
+    for _ in range(3):
+        virtual.check_dispatch_and_combine(several, 4)
+    for channel, memory, num_bytes in (
+        (several.back, several.memory[3], shape.two_shot_bytes),
+        (several.out, several.memory[4], shape.dispatch_bytes),
+    ):
+        assert (begun(several, memory, num_bytes) == 2).all()
+        channel.state[:, 0], begun(several, memory, num_bytes)[:] = LAST - 2, LAST - 3
+    for num_rows in (4, 1, 3, 4, 2):
+        virtual.check_dispatch_and_combine(several, num_rows)
+    assert (several.out.state[:, 0] == 2).all()
+
+
+@interpreted
+@pytest.mark.parametrize("calls", [7, LAST, 0])
+def test_a_rank_two_calls_behind_is_waited_for(calls):
+    """One that has begun the call before is not."""
+    several = world(2, 24)
+    told = begun(several, several.memory[2], several.local.shape.two_shot_bytes)
+    partial, residual = several.draw(1, 1, 4, 24), several.draw(1, 2, 24)
+    out = torch.empty_like(residual), torch.empty_like(residual)
+    alone = ranks_of(several.local)[0]
+    told[:] = LAST if calls == 0 else calls - 1
+    late = []
+    for now in (calls, 0 if calls == LAST else calls + 1):
+        several.local.state[:, 0] = now
+        virtual.ch.two_shot(partial, residual, several.weight, virtual.EPS, alone, 4, False, phases=1, out=out)
+        late.append(several.alarm.late_V2P[0, 1].tolist())
+    assert late == [[0, 0], [0, 1]]
