@@ -70,8 +70,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What kernels leave when they first gave up waiting. failed_V: int32 on the device. late_V2P: int32, where the host
-    reads it without waiting: 1 for each rank that has sent nothing, then for each that may itself have been waiting."""
+    """What kernels leave when they first gave up waiting. failed_V: int32 on the device. late_V2P: int32, where the
+    host reads it without waiting: 1 for each rank that has sent nothing, then for each that may have been waiting."""
 
     failed_V: torch.Tensor
     late_V2P: torch.Tensor

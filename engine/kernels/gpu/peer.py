@@ -317,14 +317,14 @@ def tell_squares(squares_ptr, row, chunk, values, calls, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_squares(pointer, calls, CHUNKS: tl.constexpr):
-    """(sum over a row's chunks in order, whether one has not come). Every thread reads them all: no reduction."""
-    total, missing = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32)
-    for c in tl.static_range(CHUNKS):
-        note = tl.load(pointer + c, volatile=True)
-        missing = missing | ((note >> 32).to(tl.int32) != calls).to(tl.int32)
-        total += note.to(tl.int32).to(tl.float32, bitcast=True)
-    return total, missing
+def load_squares(pointer, calls, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
+    """(sum over a row's chunks, whether one has not come). One load a warp, of neighbours: many programs ask for the
+    same notes at the same time."""
+    chunk = tl.arange(0, WIDE)
+    notes = tl.load(pointer + chunk, mask=chunk < CHUNKS, other=0, volatile=True)
+    missing = ((notes >> 32).to(tl.int32) != calls) & (chunk < CHUNKS)
+    squares = tl.where(chunk < CHUNKS, notes.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+    return tl.sum(squares, 0), tl.max(missing.to(tl.int32), 0)
 
 
 @triton.jit

@@ -15,11 +15,8 @@ from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
 from engine.bench import epilogue
-from engine.bench.virtual_world import Alone
+from engine.bench.virtual_world import Alone, ranks_of
 from engine.kernels.gpu.channel import Shape
-
-
-from engine.bench.virtual_world import ranks_of
 from engine.kernels.gpu.peer import CALLS
 from tests import virtual_ranks as virtual
 
