@@ -90,6 +90,13 @@ def check_add_norm(bench: Bench, rows: int, width: int, parts: int, dtype: torch
     assert relative_error(x, expected_x) < bench.bound
 
 
+def check_sum_parts(bench: Bench, rows: int, width: int, parts: int, dtype: torch.dtype) -> None:
+    partial = bench.random(parts, rows, width, dtype=dtype)
+    with poisoned():
+        out = norm.sum_parts(partial, bench.dtype)
+    assert torch.equal(out, reference.add_parts(partial).to(bench.dtype)), "one order, one rounding"
+
+
 def check_rms_norm(bench: Bench, rows: int, width: int) -> None:
     x, weight = 3 * bench.random(rows, width), bench.random(width, seed=4)
     with poisoned():

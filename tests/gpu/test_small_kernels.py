@@ -44,6 +44,7 @@ def test_products_of_odd_shapes(outputs, inputs, parts):
 def test_norms(parts, dtype):
     for rows in (1, 16, 64, 2048):
         small.check_add_norm(BENCH, rows, 7168, parts, dtype)
+        small.check_sum_parts(BENCH, rows, 7168, max(parts, 1), dtype)
     small.check_rms_norm(BENCH, 17, 7168)
     small.check_silu_mul(BENCH, 17, 2304)
 

@@ -62,6 +62,7 @@ def test_products_of_odd_shapes(outputs, inputs, tile):
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 100)])
 def test_add_norm(rows, width, parts, dtype):
     small.check_add_norm(BENCH, rows, width, parts, dtype)
+    small.check_sum_parts(BENCH, rows, width, max(parts, 1), dtype)
 
 
 @interpreted
