@@ -10,7 +10,7 @@ from engine.kernels.gpu import pdl
 from engine.kernels.gpu.peer import nanoseconds
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["nanoseconds_ptr"])
 def delay_kernel(nanoseconds_ptr, PDL: tl.constexpr):
     pdl.wait(PDL)
     start = nanoseconds(True)
