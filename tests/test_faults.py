@@ -133,7 +133,8 @@ def test_a_stopped_rank_0_is_ended_by_the_others(small, tmp_path):
         with pytest.raises(httpx.TransportError):
             rest_of(stream)
         assert program.ends() == -9
-        assert "ERROR [rank 1] rank 0 does not respond in step 20." in program.output, program.output
+        # Rank 1 has done step 20 and, if rank 0's word of the next one came, is in that.
+        assert re.search(r"ERROR \[rank 1\] rank 0 does not respond in step 2[01]\.", program.output), program.output
 
 
 SCRIPT = """

