@@ -45,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens in one step")
     engine.add_argument("--kv-cache-memory-gb", type=float, help="memory for the KV cache, in GiB a rank")
     engine.add_argument("--graph-memory-gb", type=float, default=1.0, help="most memory for CUDA graphs, in GiB a rank")
-    engine.add_argument("--moe-comm", default="auto", help="how experts exchange tokens")
+    engine.add_argument("--moe-comm", default="auto", help="how ranks exchange rows: auto, or README's table")
     engine.add_argument("--comm-cache", metavar="DIR|off", help="keeps what was measured (default: the user's cache)")
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true", help="run without CUDA graphs")

@@ -52,11 +52,11 @@ def read(path: str) -> Any:
     if not Path(path).is_file():
         raise ConfigError(f"expert_map {path[:200]!r} is no file; give a JSON file with {_FORM}.")
     try:
-        value = parse_json(read_text(Path(path)))
+        value = parse_json(read_text(Path(path)), repeats=False)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"expert_map {path}: not JSON ({error}); give {_FORM}.") from error
+        raise ConfigError(f"expert_map {path}: no JSON of that form ({error}); give {_FORM}.") from error
     if not isinstance(value, list | dict):
         raise ConfigError(f"expert_map {path} must hold {_FORM}.")
     return value

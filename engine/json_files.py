@@ -19,12 +19,21 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"Cannot read {path} ({error}); get the file again.") from error
 
 
-def parse_json(text: str) -> Any:
-    """`json.loads`, with every failure a ValueError, that of the deepest nesting too."""
+def parse_json(text: str, repeats: bool = True) -> Any:
+    """`json.loads`, with every failure a ValueError, that of the deepest nesting too; without `repeats` a name that
+    stands twice in an object is one."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=None if repeats else _each_once)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice[:40]!r} stands there twice")
+    return dict(pairs)
 
 
 def read_json(path: Path) -> dict[str, Any]:

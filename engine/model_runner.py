@@ -15,7 +15,7 @@ from engine.attention import backend as attention_backends
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm import choice, meter
 from engine.comm.collectives import agree_on_minimum, all_reduce
-from engine.comm.dispatcher import DispatchLimits
+from engine.comm.dispatcher import DispatchLimits, dispatcher_class
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
@@ -337,12 +337,23 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
 
     Raises ConfigError with the sum, CheckpointError naming file and tensor.
     """
+    _check_dispatcher(config, files)
     parallel = ParallelState(device=torch.device("meta"), **config.placement())
     model = load_share(config, files, parallel)
     budget = cache_plan.known_bytes(config)
     block_bytes = cache_plan.block_bytes(config, files, model)
     if budget is not None:
         cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
+
+
+def _check_dispatcher(config: EngineConfig, files: ModelFiles) -> None:
+    """Refuses one that was named and cannot run on this host."""
+    if config.moe_comm == "auto":
+        return
+    parallel = ParallelState(device=torch.device(config.device), **config.placement())
+    reason = dispatcher_class(config.moe_comm).obstacle(parallel, _dispatch_limits(config, files))
+    if reason is not None:
+        raise ConfigError(f"moe_comm={config.moe_comm!r} {reason}; use one of the others or leave it out.")
 
 
 def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:

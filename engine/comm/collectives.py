@@ -85,6 +85,7 @@ def reduce_scatter(x_P: torch.Tensor, parallel: ParallelState) -> tuple[torch.Te
         received_P, sent = all_to_all(x_P, parallel)
         return add_parts(received_P).to(x_P.dtype), sent
     out = torch.empty_like(x_P[0])
+    parallel.meter.calls += 1
     _reduce_scatter_single(out, x_P.flatten(0, 1).contiguous(), group=parallel.group)
     return out, (parallel.tp - 1) * x_P.nbytes // parallel.tp
 

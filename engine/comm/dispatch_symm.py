@@ -6,12 +6,12 @@ add the ranks' rounded partials in rank order in float32: they give the same bit
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 import torch
 import torch.nn.functional as F
 
-from engine.comm import exchange, meter, symmetric
+from engine.comm import exchange, symmetric
 from engine.comm.collectives import all_gather, all_to_all
 from engine.comm.dispatch_reference import ReferenceDispatcher
 from engine.comm.dispatcher import DispatchLimits, Norm
@@ -65,7 +65,7 @@ class SymmScatterDispatcher(SymmReplicatedDispatcher):
     def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         ReferenceDispatcher.__init__(self, parallel, limits)
         self._exchange = None
-        self._capacity = max(limits.max_tokens, 1)
+        self._capacity = sys.maxsize  # of the twin, whose rows all go at a time
         if parallel.device.type == "cuda" and not parallel.is_alone:
             self._exchange = exchange.Exchange(parallel, limits)
             self._channel = self._exchange.two_shot_channel()
@@ -112,15 +112,3 @@ class SymmScatterDispatcher(SymmReplicatedDispatcher):
         x_PtD, back = all_gather(x_tD, self.parallel)
         self.parallel.meter.count(kind, there + back)
         return x_PtD.flatten(0, 1)[:num_rows], residual_tD
-
-    def combine(
-        self,
-        partial_TD: torch.Tensor,
-        handle: Any,
-        residual_tD: torch.Tensor,
-        norm: Norm,
-        shared_TD: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if shared_TD is not None:
-            partial_TD = whole(partial_TD) + shared_TD
-        return self._add(partial_TD, residual_tD, norm, meter.MOE_COMBINE)

@@ -17,6 +17,7 @@ START = 0
 """The number of the "step" in which an engine is built: it may take long, but no process may fall silent."""
 SILENT_START_SECONDS = 120.0  # reading a large tensor from a slow disk holds the interpreter
 _SILENT_SHARE = 0.4
+LEAST_SILENCE_SECONDS = 3.0
 
 
 class Patience(NamedTuple):
@@ -27,8 +28,9 @@ class Patience(NamedTuple):
 
     @property
     def silence(self) -> float:
-        """Seconds within a step after which a process that answers nothing at all is taken as stopped."""
-        return _SILENT_SHARE * self.step
+        """Seconds within a step after which a process that answers nothing at all is taken as stopped; it is asked
+        every second."""
+        return max(_SILENT_SHARE * self.step, LEAST_SILENCE_SECONDS)
 
 
 DEFAULT_PATIENCE = Patience()

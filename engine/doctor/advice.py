@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.doctor.cliffs import CPU_CAUSES
 from engine.doctor.findings import Findings
 from engine.doctor.forecast import Forecast
 from engine.doctor.links import Links
@@ -23,7 +24,7 @@ def advice(
     said = []
     if links.warnings():
         said.append(f"Mend the links first: {links.warnings()[0]}")
-    if len(cliff_sentences) > 1:
+    if len(cliff_sentences) > 1 and cliff_sentences[-1] != CPU_CAUSES:
         said.append(f"Mend the cliff: {cliff_sentences[0]}")
     said += _slow_rounds(findings, placement, is_gpu)
     if better_setting is not None:

@@ -9,7 +9,7 @@ import torch
 from engine.comm.dispatcher import DISPATCHERS
 from engine.config import FULL_CONFIG, ConfigError
 from engine.doctor.examine import local_ranks, torchrun_ranks
-from engine.doctor.settings import MOST_ROWS_ON_CPU, ROWS, Settings
+from engine.doctor.settings import MOST_ROWS, MOST_ROWS_ON_CPU, ROWS, Settings
 
 
 def add_world_arguments(one: argparse.ArgumentParser) -> None:
@@ -33,6 +33,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     gpus = torch.cuda.device_count()
     device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
     many = torchrun_ranks()
+    for name in ("tp", "ep"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is a number of ranks from 1 on, not {getattr(args, name)}.")
     tp = args.tp or (many if many > 1 else max(gpus, 1) if device == "cuda" else 1)
     dispatchers = tuple(dict.fromkeys(filter(None, args.dispatchers.split(","))))
     settings = Settings(
@@ -57,4 +60,4 @@ def _rows(args: argparse.Namespace, device: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in args.rows.split(",")}))
     except ValueError as error:
-        raise ConfigError("--rows takes whole numbers from 1 on, for example 1,4,16.") from error
+        raise ConfigError(f"--rows takes whole numbers from 1 to {MOST_ROWS}, for example 1,4,16.") from error

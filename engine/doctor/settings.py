@@ -16,6 +16,7 @@ from engine.doctor.simulate import SlowLink, parse_link
 from engine.json_files import read_json
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MOST_ROWS = 8192
 MOST_ROWS_ON_CPU = 64
 
 
@@ -64,11 +65,13 @@ class Settings:
             raise ConfigError(f"--ep {self.ep} must divide --tp {self.tp}, both at least 1.")
         if self.device == "cuda" and not available_gpus:
             raise ConfigError("--device cuda was asked for, but this host has no CUDA GPU; use --device cpu.")
-        if not self.rows or min(self.rows) < 1:
-            raise ConfigError("--rows takes whole numbers from 1 on, for example 1,4,16.")
+        if not self.rows or min(self.rows) < 1 or max(self.rows) > MOST_ROWS:
+            raise ConfigError(f"--rows takes whole numbers from 1 to {MOST_ROWS}, for example 1,4,16.")
         unknown = [name for name in self.dispatchers if name not in DISPATCHERS]
         if unknown or not self.dispatchers:
-            raise ConfigError(f"--dispatchers {','.join(unknown)}: use some of {', '.join(DISPATCHERS)}.")
+            raise ConfigError(
+                f"--dispatchers names {','.join(unknown) or 'none'}; use some of {', '.join(DISPATCHERS)}."
+            )
         if not 0 < self.seconds <= 3600:
             raise ConfigError(f"--seconds {self.seconds:g} must lie above 0 and at most at 3600.")
         experts = self.model_config().n_routed_experts

@@ -189,3 +189,10 @@ def test_flags():
 
 def test_no_map_is_the_identity():
     assert ExpertMap().of_layer(3) is None
+
+
+def test_a_layer_that_stands_twice_is_refused(tmp_path):
+    file = tmp_path / "map.json"
+    file.write_text('{"layers": {"1": [1, 0], "1": [0, 1]}}')
+    with pytest.raises(ConfigError, match="'1' stands there twice"):
+        read(str(file))
