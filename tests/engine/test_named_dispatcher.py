@@ -1,4 +1,4 @@
-"""A dispatcher that was asked for and cannot run is refused in one sentence, before a rank starts or a weight is read."""
+"""A named dispatcher that cannot run is refused in one sentence, before a rank starts or a weight is read."""
 
 from __future__ import annotations
 
