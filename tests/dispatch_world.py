@@ -57,13 +57,15 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank saw: the output, the rows and experts it was given, and what it sent."""
+    """What one rank saw: the output, the rows and experts it was given, what it sent, and for the rows it routed the
+    least distance between the last expert chosen and the first one not."""
 
     x: torch.Tensor
     num_pairs: int
     load: torch.Tensor
     rounds: dict[str, int]
     bytes: dict[str, int]
+    margin: torch.Tensor | None = None
 
 
 class _Draw:
@@ -167,6 +169,7 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
     dispatcher = _Counting(make(case.dispatcher, parallel, limits))
     draw = _Draw(case.num_tokens)
     x, residual = dispatcher.enter(draw(case.num_tokens, WIDTH).to(case.dtype) * 5, norm)
+    margin = torch.full((1,), float("inf"))
     heads = parallel.split(case.heads, "heads")
     for layer in range(NUM_LAYERS):
         attention = _Draw(layer)(case.heads, WIDTH, WIDTH).to(case.dtype)[heads]
@@ -175,10 +178,18 @@ def run(case: Case, rank: int = 0, tp: int = 1) -> Outcome:
             partial = torch.stack((0.25 * partial.float(), 0.75 * partial.float()))
         x, residual = dispatcher.reduce(partial, residual, norm)
         feed_forward = _feed_forward(layer, case, parallel, dispatcher.shards_tokens)
+        if isinstance(feed_forward, MoEFeedForward):
+            margin = torch.minimum(margin, _margin(feed_forward.router, x))
         x, residual = feed_forward(x, residual, batch_of(case.num_real, dispatcher), norm)
     dispatcher.close()
     assert not library_stand_ins.alive()
-    return Outcome(x, dispatcher.num_pairs, dispatcher.load, parallel.meter.rounds, parallel.meter.bytes)
+    return Outcome(x, dispatcher.num_pairs, dispatcher.load, parallel.meter.rounds, parallel.meter.bytes, margin)
+
+
+def _margin(router: Router, x: torch.Tensor) -> torch.Tensor:
+    scores = (x.float() @ router.first.weight[:EXPERTS].float().t()).sigmoid() + router.bias
+    best = scores.sort(-1, descending=True).values
+    return best[:, TOP - 1] - best[:, TOP]
 
 
 def _rank(rank: int, tp: int, directory: str, cases: list[Case]) -> None:

@@ -12,13 +12,13 @@ import torch
 
 from engine.comm import meter
 from engine.comm.collectives import all_gather, all_reduce, are_capturable
-from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
+from engine.comm.dispatcher import DispatchLimits, DispatchOutput, HoldsNothing, Norm
 from engine.comm.parallel_state import ParallelState
 from engine.comm.parts import whole
 from engine.kernels.reference import add_parts
 
 
-class ReferenceDispatcher:
+class ReferenceDispatcher(HoldsNothing):
     """All-gather of partials, summed in rank order 0..P-1 in float32 on every rank."""
 
     name = "reference"
@@ -29,16 +29,6 @@ class ReferenceDispatcher:
         self.parallel = parallel
         self.local_experts = parallel.expert_range(limits.num_experts)
         self.is_capturable = are_capturable(parallel)
-
-    @classmethod
-    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-    def failure(self) -> str | None:
-        return None
 
     def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
         return num_tokens_1

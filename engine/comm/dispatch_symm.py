@@ -6,12 +6,10 @@ add the ranks' rounded partials in rank order in float32: they give the same bit
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.nn.functional as F
 
-from engine.comm import exchange, symmetric
+from engine.comm import exchange
 from engine.comm.collectives import all_gather, all_to_all
 from engine.comm.dispatch_reference import ReferenceDispatcher
 from engine.comm.dispatcher import DispatchLimits, Norm
@@ -20,30 +18,21 @@ from engine.comm.parts import whole
 from engine.kernels.reference import add_parts
 
 
-class SymmReplicatedDispatcher(ReferenceDispatcher):
+class SymmReplicatedDispatcher(exchange.OverPeerMemory, ReferenceDispatcher):
     """One shot: every rank pushes its partial rows to all ranks, and each adds them all up."""
 
     name = "symm_replicated"
 
     def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         super().__init__(parallel, limits)
-        self._exchange = None
-        if parallel.device.type == "cuda" and not parallel.is_alone:
+        if exchange.uses_peer_memory(parallel):
             self._exchange = exchange.Exchange(parallel, limits)
-            self._channel = self._exchange.one_shot_channel()
+            self._channel = self._open()
             self._exchange.ready()
             self.is_capturable = True
 
-    @classmethod
-    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
-        return symmetric.obstacle(parallel, limits)
-
-    def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-
-    def failure(self) -> str | None:
-        return self._exchange and self._exchange.failure()
+    def _open(self):
+        return self._exchange.one_shot_channel()
 
     def _add(
         self, partial: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, kind: str
@@ -62,16 +51,8 @@ class SymmScatterDispatcher(SymmReplicatedDispatcher):
 
     name = "symm_scatter"
 
-    def __init__(self, parallel: ParallelState, limits: DispatchLimits):
-        ReferenceDispatcher.__init__(self, parallel, limits)
-        self._exchange = None
-        self._capacity = sys.maxsize  # of the twin, whose rows all go at a time
-        if parallel.device.type == "cuda" and not parallel.is_alone:
-            self._exchange = exchange.Exchange(parallel, limits)
-            self._channel = self._exchange.two_shot_channel()
-            self._capacity = self._channel.shape.capacity
-            self._exchange.ready()
-            self.is_capturable = True
+    def _open(self):
+        return self._exchange.two_shot_channel()
 
     def enter(self, x_TD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         if self.parallel.is_alone:
@@ -87,7 +68,9 @@ class SymmScatterDispatcher(SymmReplicatedDispatcher):
         return own_tD
 
     def _rounds(self, num_rows: int) -> exchange.Rounds:
-        return exchange.Rounds(num_rows, self._capacity, self.parallel.tp)
+        """The twin's rows all go at a time."""
+        capacity = max(num_rows, 1) if self._exchange is None else self._channel.shape.capacity
+        return exchange.Rounds(num_rows, capacity, self.parallel.tp)
 
     def _add(
         self, partial: torch.Tensor, residual_tD: torch.Tensor, norm: Norm, kind: str

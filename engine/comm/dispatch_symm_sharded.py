@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.comm import exchange, meter, symmetric
+from engine.comm import exchange, meter
 from engine.comm.dispatch_nccl import AllToAllDispatcher
 from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
 from engine.comm.parallel_state import ParallelState
@@ -22,7 +22,7 @@ class _Sent(NamedTuple):
     local_ids_RK: torch.Tensor
 
 
-class SymmShardedDispatcher(AllToAllDispatcher):
+class SymmShardedDispatcher(exchange.OverPeerMemory, AllToAllDispatcher):
     """What is sent and awaited follows from the experts' ids, so that no count is exchanged. Sums run in rank order in
     float32. The bytes counted are the most that a step may send: how many rows stay is known to the device alone."""
 
@@ -30,24 +30,12 @@ class SymmShardedDispatcher(AllToAllDispatcher):
 
     def __init__(self, parallel: ParallelState, limits: DispatchLimits):
         super().__init__(parallel, limits)
-        self._exchange = None
-        if parallel.device.type == "cuda" and not parallel.is_alone:
+        if exchange.uses_peer_memory(parallel):
             self._exchange = exchange.Exchange(parallel, limits)
             self._owners = self._exchange.two_shot_channel(limits.max_tokens)
             self._back = self._exchange.two_shot_channel(limits.max_tokens)
             self._out = self._exchange.dispatch_channel(limits.max_tokens)
             self._exchange.ready()
-
-    @classmethod
-    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
-        return symmetric.obstacle(parallel, limits)
-
-    def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-
-    def failure(self) -> str | None:
-        return self._exchange and self._exchange.failure()
 
     def reduce(self, partial: torch.Tensor, residual_tD: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         if self._exchange is None:

@@ -111,6 +111,20 @@ class TokenDispatcher(Protocol):
         """
 
 
+class HoldsNothing:
+    """What a dispatcher says that runs everywhere and has nothing to give back."""
+
+    @classmethod
+    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def failure(self) -> str | None:
+        return None
+
+
 DISPATCHERS: dict[str, tuple[str, str]] = {
     "reference": ("engine.comm.dispatch_reference", "ReferenceDispatcher"),
     "allreduce": ("engine.comm.dispatch_reference", "AllReduceDispatcher"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from engine.comm import symmetric
 from engine.comm.dispatcher import DispatchLimits, Norm
 from engine.comm.parallel_state import ParallelState
 from engine.comm.symmetric import WAIT_SECONDS, PeerMemory
@@ -101,6 +102,27 @@ class Exchange:
 
     def close(self) -> None:
         self._memories.clear()
+
+
+class OverPeerMemory:
+    """What a dispatcher says whose rows go through an Exchange; on CPUs and on one rank it has none."""
+
+    _exchange: Exchange | None = None
+
+    @classmethod
+    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
+        return symmetric.obstacle(parallel, limits)
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def failure(self) -> str | None:
+        return self._exchange and self._exchange.failure()
+
+
+def uses_peer_memory(parallel: ParallelState) -> bool:
+    return parallel.device.type == "cuda" and not parallel.is_alone
 
 
 def one_shot(

@@ -7,6 +7,7 @@ rows it carries is known on the device alone, so the meter is told the most that
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class LibraryExchange(ShardedRows):
         return peer_obstacle(parallel) or placement_obstacle(parallel, limits) or cls.library_obstacle(parallel)
 
     @classmethod
+    @abstractmethod
     def library_obstacle(cls, parallel: ParallelState) -> str | None:
-        raise NotImplementedError
+        """Why the library itself cannot run here, a clause, or None."""
 
     def dispatch(self, x_tD: torch.Tensor, ids_tK: torch.Tensor, weights_tK: torch.Tensor) -> DispatchOutput:
         sent = self._exchange(x_tD.contiguous(), ids_tK.long().contiguous(), weights_tK.float().contiguous())
@@ -46,8 +48,16 @@ class LibraryExchange(ShardedRows):
         self.parallel.meter.count(meter.MOE_DISPATCH, self._most_rows(x_tD) * row)
         return sent
 
+    @abstractmethod
     def _exchange(self, x_tD: torch.Tensor, ids_tK: torch.Tensor, weights_tK: torch.Tensor) -> DispatchOutput:
-        raise NotImplementedError
+        """Rows to the ranks of their experts, by the library."""
+
+    @abstractmethod
+    def _experts_sum(self, partial_RD: torch.Tensor, handle: Any) -> tuple[torch.Tensor, int]:
+        """The partials of the rows that `_exchange` brought here under this handle, as `_sum_rows` returns them."""
+
+    def _returned(self, partial_RD: torch.Tensor, handle: Any) -> tuple[torch.Tensor, int]:
+        return super()._returned(partial_RD, handle) if handle is None else self._experts_sum(partial_RD, handle)
 
     def _most_rows(self, x_tD: torch.Tensor) -> int:
         """That this rank may send to others: each of its rows to all of them."""

@@ -7,6 +7,7 @@ dispatcher.py, P ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.comm import meter
 from engine.comm.collectives import all_gather, are_capturable, reduce_scatter
-from engine.comm.dispatcher import DispatchLimits, DispatchOutput, Norm
+from engine.comm.dispatcher import DispatchLimits, DispatchOutput, HoldsNothing, Norm
 from engine.comm.parallel_state import ParallelState, even_slice
 from engine.comm.parts import whole
 
@@ -28,8 +29,8 @@ class _Step:
     share: int
 
 
-class ShardedRows:
-    """Every verb but `dispatch`. A subclass says how rows come back to their owners: `_sum_rows`, `_experts_sum`."""
+class ShardedRows(HoldsNothing, ABC):
+    """Every verb but `dispatch`. A subclass may say how rows come back to their owners: `_sum_rows`, `_returned`."""
 
     name: str
     family: str
@@ -42,16 +43,6 @@ class ShardedRows:
         self.is_capturable = are_capturable(parallel)
         self.step = _Step(0, 0)
         self._num_held_1: torch.Tensor | None = None
-
-    @classmethod
-    def obstacle(cls, parallel: ParallelState, limits: DispatchLimits) -> str | None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-    def failure(self) -> str | None:
-        return None
 
     def num_held(self, num_tokens_1: torch.Tensor) -> torch.Tensor:
         """The same tensor all through a step, made where it is first asked for."""
@@ -71,8 +62,9 @@ class ShardedRows:
         self.parallel.meter.count(meter.ATTENTION_REDUCE, sent)
         return norm.add(summed_tD, residual_tD)
 
+    @abstractmethod
     def dispatch(self, x_tD: torch.Tensor, ids_tK: torch.Tensor, weights_tK: torch.Tensor) -> DispatchOutput:
-        raise NotImplementedError
+        """As the protocol says."""
 
     def spread(self, x_tD: torch.Tensor) -> tuple[torch.Tensor, None]:
         gathered_PtD, sent = all_gather(x_tD, self.parallel)
@@ -87,11 +79,7 @@ class ShardedRows:
         norm: Norm,
         shared_tD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        partial_RD = whole(partial_RD, residual_tD.dtype)
-        if handle is None:
-            summed_tD, sent_back = self._sum_rows(partial_RD)
-        else:
-            summed_tD, sent_back = self._experts_sum(partial_RD, handle)
+        summed_tD, sent_back = self._returned(whole(partial_RD, residual_tD.dtype), handle)
         if shared_tD is not None:
             summed_tD = summed_tD.float() + shared_tD.float()
         x_tD, residual_tD = norm.add(summed_tD, residual_tD)
@@ -103,9 +91,9 @@ class ShardedRows:
         """[P * t, D] partials of every row -> (this rank's t rows, summed over ranks; bytes sent)."""
         return reduce_scatter(partial_RD.unflatten(0, (self.parallel.tp, -1)), self.parallel)
 
-    def _experts_sum(self, partial_RD: torch.Tensor, handle: Any) -> tuple[torch.Tensor, int]:
-        """The partials of the rows that `dispatch` brought here under this handle, as `_sum_rows` returns them."""
-        raise NotImplementedError
+    def _returned(self, partial_RD: torch.Tensor, handle: Any) -> tuple[torch.Tensor, int]:
+        """The partials of the rows that `dispatch` or `spread` brought here under this handle, as `_sum_rows` does."""
+        return self._sum_rows(partial_RD)
 
     def _held_ids(self, ids_RK: torch.Tensor) -> torch.Tensor:
         """Ids among all experts -> among those held here, -1 for the others."""

@@ -18,6 +18,7 @@ from tests import fake_deep_ep, fake_nccl_ep, library_stand_ins
 from tests.dispatch_world import NUM_DENSE, NUM_LAYERS, NUM_MOE, TOP, WIDTH, Case, run, run_world
 
 FEW, MANY = 8, 300
+TIE = 2**-8  # a score below 1 in bfloat16
 ROWS = ((1, 0), (3, 0), (8, 0), (17, 0), (8, 5), (MANY, 0))
 LIMITS = DispatchLimits(num_experts=8, width=64, top_k=3, max_tokens=64, dtype=torch.bfloat16)
 TWO_GPUS = ParallelState(0, 2, 2, torch.device("cuda", 0))
@@ -42,15 +43,16 @@ def world(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", library_stand_ins.NAMES)
 def test_all_ranks_compute_what_one_rank_does(world, name):
-    """In bfloat16 a router's near-tie may fall the other way: of one row in eight, and of more among many rows."""
+    """Every row, but for those whose routing is a tie within bfloat16's rounding, which may fall the other way."""
     for case, outcomes in world[1].items():
         if case.dispatcher == name and case.num_tokens <= FEW:
             with torch.inference_mode():
                 expected = run(replace(case, dispatcher="reference", ep=1))
+            clear = expected.margin[: case.num_real] > TIE
+            assert clear.sum() >= case.num_real - 1, "hardly a row is a tie"
             real = slice(0, case.num_real)
             for outcome in outcomes:
-                agree = ((outcome.x[real].float() - expected.x[real].float()).abs() < 0.1).all(1)
-                assert (~agree).sum() <= case.num_tokens // 8, case
+                assert torch.allclose(outcome.x[real][clear].float(), expected.x[real][clear].float(), atol=0.1), case
 
 
 @pytest.mark.parametrize("name", library_stand_ins.NAMES)
