@@ -1,0 +1,1 @@
+"""The draft models the engine can run: architecture name -> how one is loaded, found lazily."""

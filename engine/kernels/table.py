@@ -86,6 +86,18 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Each head's query for the latent cache, [T, H, X]."""
 
+    def rotate_halves(self, x_THd: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding on pairs (i, i + d / 2) of each head, Llama's layout; cis complex64 [T, d / 2]."""
+
+    def store_heads(self, cache: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, slots_T: torch.Tensor) -> None:
+        """Writes keys and values of G heads to their slots of cache [blocks, block_size, 2 x G x d], keys first."""
+
+    def attend_heads(
+        self, q_NHd: torch.Tensor, cache: torch.Tensor, table_NB: torch.Tensor, seq_lens_N: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One query a request over its first seq_lens_N keys, H / G query heads a key head; [N, H, d], zeros where
+        the length is 0."""
+
     def route(
         self,
         x_TD: torch.Tensor,
