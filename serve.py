@@ -37,7 +37,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     engine.add_argument("--ep-share", type=int, metavar="M", help="expert groups of the N ranks (default 1)")
     engine.add_argument("--draft", help="EAGLE-3 draft directory, or auto")
-    engine.add_argument("--num-draft-tokens", type=int, default=3)
+    engine.add_argument("--num-draft-tokens", type=int, default=3, help="most guesses a step verifies of a request")
+    engine.add_argument(
+        "--adaptive-draft-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="verify as many guesses as pay by measurement, none where they do not",
+    )
     engine.add_argument("--device", choices=DEVICES, default="auto")
     engine.add_argument("--dtype", choices=DTYPES, default="auto")
     engine.add_argument("--max-model-len", type=int, help="longest prompt and answer together, in tokens")

@@ -29,7 +29,7 @@ _LONGEST_SHOWN = 200
 _LENGTH = struct.Struct("<Q")
 
 
-def facts_of(config: EngineConfig, directory: Path, local_rank: int) -> dict[str, Any]:
+def facts_of(config: EngineConfig, directory: Path, local_rank: int, draft: Path | None = None) -> dict[str, Any]:
     """What this rank has, as JSON: settings, NCCL's settings, checkpoint (a digest a file), versions, device."""
     is_gpu = config.device == "cuda"
     versions = {"turnout": __version__, "torch": torch.__version__, "triton": _version("triton")}
@@ -39,7 +39,8 @@ def facts_of(config: EngineConfig, directory: Path, local_rank: int) -> dict[str
         "settings": _plain(config),
         "environment": {k: v for k, v in os.environ.items() if _matters(k)},
         "directory": str(directory),
-        "checkpoint": checkpoint_digests(directory),
+        "checkpoint": checkpoint_digests(directory)
+        | {f"draft's {name}": digest for name, digest in (checkpoint_digests(draft) if draft else {}).items()},
         "versions": versions,
         "device": torch.cuda.get_device_name(local_rank) if is_gpu else "cpu",
     }

@@ -20,9 +20,11 @@ def known_bytes(config: EngineConfig) -> int | None:
     return CPU_CACHE_BYTES if config.device == "cpu" else None
 
 
-def block_bytes(config: EngineConfig, files: ModelFiles, model: Any) -> int:
-    numbers = files.model_config.num_hidden_layers * BLOCK_SIZE * model.cache_width
-    return numbers * getattr(torch, config.dtype).itemsize
+def block_bytes(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
+    """Of the target's cache and the draft's, which has the same blocks."""
+    width = files.model_config.num_hidden_layers * model.cache_width
+    width += 0 if drafter is None else drafter.cache_width
+    return width * BLOCK_SIZE * getattr(torch, config.dtype).itemsize
 
 
 def plan(config: EngineConfig, files: ModelFiles, block_bytes: int, budget: int, fitting: int) -> tuple[int, int]:

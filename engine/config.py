@@ -10,6 +10,9 @@ from typing import Any
 
 TINY_CHECKPOINT = Path(__file__).resolve().parent.parent / "models" / "kimi_k25" / "tiny"
 FULL_CONFIG = TINY_CHECKPOINT.parent / "full"  # the real model's configuration, without weights
+_DRAFTS = TINY_CHECKPOINT.parent.parent.parent / "draft" / "eagle3"
+BUNDLED_DRAFTS = {TINY_CHECKPOINT: _DRAFTS / "tiny", FULL_CONFIG: _DRAFTS / "full"}
+MAX_DRAFT_TOKENS = 15  # an attention kernel takes 16 rows of a request
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -26,6 +29,8 @@ class EngineConfig:
 
     tp is the number of ranks; attention is split over all of them. ep divides tp: ep = tp places whole experts,
     ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
+    draft is the directory of an EAGLE-3 draft, "auto" for the bundled one of a bundled model, None for none. A step
+    verifies up to num_draft_tokens of its guesses a request; with adaptive_draft_tokens as many as measured to pay.
     max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is what CUDA
     graphs may take of a GPU, in GiB; the KV cache leaves that much free unless its own size is given.
     comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
@@ -45,6 +50,7 @@ class EngineConfig:
     ep_share: int | None = None
     draft: str | None = None
     num_draft_tokens: int = 3
+    adaptive_draft_tokens: bool = True
     device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -68,11 +74,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.model is None:
             object.__setattr__(self, "model", str(TINY_CHECKPOINT))
-        for name in ("model", "comm_cache"):
+        for name in ("model", "draft", "comm_cache"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be the path of a checkpoint directory, not {self.model!r}.")
+        if not isinstance(self.draft, str | None) or self.draft == "":
+            raise ConfigError(f"draft must be the path of a draft's directory, 'auto' or None, not {self.draft!r}.")
         self._check_counts()
         if not _is_int(self.seed):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}.")
@@ -96,8 +104,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be seconds, above 0 and at most {MAX_COUNT}, not {seconds!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
-        if not isinstance(self.expert_load, bool):
-            raise ConfigError(f"expert_load must be true or false, not {self.expert_load!r}.")
+        for name in ("expert_load", "adaptive_draft_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}.")
         self._check_expert_map()
         self._check_share()
 
@@ -116,6 +125,10 @@ class EngineConfig:
             unset = value is None and name in optional
             if not unset and (not _is_int(value) or not 1 <= value <= MAX_COUNT):
                 raise ConfigError(f"{name} must be a whole number from 1 to {MAX_COUNT}, not {value!r}.")
+
+        count = self.num_draft_tokens
+        if not _is_int(count) or not 1 <= count <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"num_draft_tokens must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {count!r}.")
 
     def _check_share(self) -> None:
         if self.tp_share is None:

@@ -6,6 +6,7 @@ tokens taken are those of the step before, so that the device never waits for th
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 import time
@@ -26,7 +27,7 @@ from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
-from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler import NO_GUESSES, GuessPlan, Scheduler, SchedulerOutput
 from engine.stats import EngineStats
 from engine.step_output import ModelRunnerOutput
 
@@ -58,19 +59,19 @@ class Replica:
     def step_as_told(self, message: dict[str, Any]) -> StepDigest:
         """What another rank does with rank 0's "step" frame."""
         self.apply([Request.from_dict(r) for r in message["new"]], message["finish"])
-        return self.digest(self.step()[1])
+        return self.digest(self.step(GuessPlan(*message["plan"]))[1])
 
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
-    def step(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+    def step(self, plan: GuessPlan = NO_GUESSES) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Launches what can be launched; returns the oldest step in flight with its tokens, or an empty one."""
         self._launched = SchedulerOutput()
-        ahead = 1 if self.overlap and not self.scheduler.needs_known_tokens else 0
+        ahead = 1 if self.overlap and self._may_run_ahead() else 0
         if len(self._in_flight) > ahead:
             return self._read()
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(plan)
         if output.scheduled:
             result = self.runner.execute(output)
             self.scheduler.launch(output)
@@ -81,10 +82,20 @@ class Replica:
             return self._read()
         return SchedulerOutput(), ModelRunnerOutput()
 
+    def _may_run_ahead(self) -> bool:
+        """Only a graph takes from the device how many guesses the step before it accepts."""
+        scheduler = self.scheduler
+        if scheduler.needs_known_tokens:
+            return False
+        return not scheduler.has_guesses_in_flight or self.runner.replays(len(scheduler.running))
+
     def digest(self, result: ModelRunnerOutput) -> StepDigest:
         """What the last `step`, which returned `result`, has in common with that of all ranks."""
         launched = self._launched
-        checksum = zlib.crc32(array("q", result.token_ids).tobytes())
+        told = array("q")
+        for token_ids in result.token_ids:
+            told.extend([len(token_ids), *token_ids])
+        checksum = zlib.crc32(told.tobytes())
         return StepDigest(len(launched.scheduled), launched.num_tokens, checksum)
 
     def _read(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
@@ -95,7 +106,7 @@ class Replica:
             raise RuntimeError(reason)
         self._in_flight.popleft()
         live = [not item.request.finished for item in output.scheduled]
-        self.scheduler.update(output, result.token_ids)
+        self.scheduler.update(output, result.token_ids, result.guess_ids)
         return (output, result) if all(live) else _only(live, output, result)
 
 
@@ -103,14 +114,15 @@ def _only(
     live: list[bool], output: SchedulerOutput, result: ModelRunnerOutput
 ) -> tuple[SchedulerOutput, ModelRunnerOutput]:
     """The part of a step that concerns the live of its requests."""
-    tokens = iter(result.token_ids)
-    token_ids = [(next(tokens), alive) for item, alive in zip(output.scheduled, live, strict=True) if item.samples]
+    sampling = [alive for item, alive in zip(output.scheduled, live, strict=True) if item.samples]
     items = [item for item, alive in zip(output.scheduled, live, strict=True) if alive]
     ids = {item.request.request_id for item in items}
-    return SchedulerOutput(items, output.num_preempted, launched=True), ModelRunnerOutput(
-        [token for token, alive in token_ids if alive],
-        {key: value for key, value in result.logprobs.items() if key in ids},
-        {key: value for key, value in result.prompt_logprobs.items() if key in ids},
+    return replace(output, scheduled=items), ModelRunnerOutput(
+        token_ids=list(itertools.compress(result.token_ids, sampling)),
+        guess_ids=list(itertools.compress(result.guess_ids, sampling)),
+        matched=list(itertools.compress(result.matched, sampling)),
+        logprobs={key: value for key, value in result.logprobs.items() if key in ids},
+        prompt_logprobs={key: value for key, value in result.prompt_logprobs.items() if key in ids},
     )
 
 
@@ -220,23 +232,29 @@ class EngineCore:
                 self._fail("a step was interrupted, so the ranks no longer agree; start a new engine.")
             raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
-        self._num_generated_tokens += len(result.token_ids)
+        self._num_generated_tokens += sum(len(delta.token_ids) for delta in deltas)
         return deltas
 
     def _lead_step(self, new: list[Request], finish: list[list[Any]]) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """The step of all ranks; the watch over it never makes it wait."""
+        plan = self._plan()
         if self._control is None:
             self.replica.apply(new, finish)
-            return self.replica.step()
+            return self.replica.step(plan)
         digest = None
-        self._control.begin_step({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish})
+        self._control.begin_step({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish, "plan": plan})
         try:
             self.replica.apply(new, finish)
-            output, result = self.replica.step()
+            output, result = self.replica.step(plan)
             digest = self.replica.digest(result)
         finally:
             self._control.end_step(digest)
         return output, result
+
+    def _plan(self) -> GuessPlan:
+        """How much the next step guesses; what it depends on is known to rank 0 alone."""
+        count = self.replica.runner.num_guesses
+        return GuessPlan(count, count)
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

@@ -1,6 +1,6 @@
-"""The inputs of a decode step in fixed places, padded to a number of rows: what a captured graph reads.
+"""What the host says of a decode step, in fixed places and padded to a number of requests: what a captured graph reads.
 
-Shape letters: N rows, one token of one request each, and padding after them; B blocks a request may hold.
+Shape letters: N requests, and padding after them; K guesses; W rows a request; B blocks a request may hold.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import torch
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import TokenDispatcher
 from engine.input_batch import SampledTokens
+from engine.request import Request
 from engine.sampling import SamplingRows
 from engine.scheduler import ScheduledRequest
+from engine.verify import NO_GUESS, StepRequests, VerifyRows
 
 _ALIGNMENT = 16
 _MANY_ROWS = 4
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """Powers of two below max_num_seqs, and it: every number of decodes fits one."""
+    """Powers of two below max_num_seqs, and it: every number of requests fits one."""
     sizes = [2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs]
     return [*sizes, max_num_seqs]
 
@@ -96,77 +98,90 @@ class BlockTable:
 
 
 class DecodeBatch:
-    """The inputs of decode steps of at most `num_rows` requests. `fill` brings a step's; the tensors stay in place.
+    """The inputs of decode steps of at most `num_requests` requests, however many guesses of each are verified. `fill`
+    brings a step's; the tensors stay in place.
 
-    Padding rows are inert: token 0 at position 0, stored in the null block, of a request of length 0, greedy.
+    Padding requests have no slot, so that their rows are inert.
     """
 
-    def __init__(self, num_rows: int, block_size: int, table: BlockTable, sampled: SampledTokens, device: torch.device):
-        self.num_rows, self.block_size, self.table, self.sampled = num_rows, block_size, table, sampled
-        wide = dict.fromkeys(("token_ids", "positions", "slots", "seeds", "places"), (torch.int64, num_rows))
-        whole = dict.fromkeys(("sources", "seq_lens", "top_k"), (torch.int32, num_rows))
-        real = dict.fromkeys(("temperature", "top_p", "log_min_p"), (torch.float32, num_rows))
-        lengths = {"query_starts": (torch.int32, num_rows + 1), "num_tokens": (torch.int32, 1)}
-        self._packed = _Packed(wide | whole | real | lengths, device)
-        self._requests: list[list] = [[], []]
+    def __init__(
+        self, num_requests: int, block_size: int, table: BlockTable, sampled: SampledTokens, device: torch.device
+    ):
+        self.num_requests, self.block_size, self.table, self.sampled = num_requests, block_size, table, sampled
+        self.num_guesses = sampled.state.guesses_SK.shape[1]
+        wide = dict.fromkeys(("token_ids", "starts", "limits", "seeds"), (torch.int64, num_requests))
+        guesses = {"guesses": (torch.int64, num_requests * self.num_guesses)}
+        whole = dict.fromkeys(("sources", "top_k"), (torch.int32, num_requests))
+        real = dict.fromkeys(("temperature", "top_p", "log_min_p"), (torch.float32, num_requests))
+        counts = dict.fromkeys(("num_rows", "num_real"), (torch.int32, 1))
+        self._packed = _Packed(wide | guesses | whole | real | counts, device)
+        self._held: list[list] = [[], []]
         for arrays in self._packed.arrays:
-            arrays["query_starts"][:] = np.arange(num_rows + 1)
             arrays["sources"][:] = -1
+            arrays["guesses"][:] = NO_GUESS
         for _ in range(2):
             self._packed.send()
         tensors = self._packed.tensors
-        self.token_ids_N, self.sources_N = tensors["token_ids"], tensors["sources"]
-        self.sampling = SamplingRows(*(tensors[name] for name in SamplingRows.NAMES))
+        self.requests = StepRequests(
+            token_ids_N=tensors["token_ids"],
+            starts_N=tensors["starts"],
+            guesses_NK=tensors["guesses"].view(num_requests, self.num_guesses),
+            sources_N=tensors["sources"],
+            limits_N=tensors["limits"],
+            table_NB=table.table_NB[:num_requests],
+        )
+        sampling = {name: tensors[name] for name in SamplingRows.NAMES if name != "places"}
+        self.sampling = SamplingRows(**sampling, places=tensors["starts"])
+        self.num_rows_1, self.num_real_1 = tensors["num_rows"], tensors["num_real"]
 
-    def fill(self, items: list[ScheduledRequest]) -> None:
-        """Writes the rows of a step and sends them in one copy. Raises ValueError for more requests than rows."""
+    def fill(self, items: list[ScheduledRequest], width: int) -> None:
+        """Writes a step of `width` rows a request and sends it in one copy. Raises ValueError for too many requests."""
         count = len(items)
-        if count > self.num_rows:
-            raise ValueError(f"{count} requests do not fit a step of {self.num_rows} rows; use a larger bucket.")
+        if count > self.num_requests:
+            raise ValueError(f"{count} requests do not fit a step of {self.num_requests}; use a larger bucket.")
         turn = self._packed.turn
         arrays = self._packed.arrays[turn]
         requests = [item.request for item in items]
-        if requests != self._requests[turn]:
-            self._fill_requests(arrays, requests, len(self._requests[turn]))
-            self._requests[turn] = requests
-        starts = [item.start for item in items]
-        arrays["positions"][:count] = starts
-        stops = arrays["positions"][:count] + 1
-        arrays["places"][:count] = stops
-        arrays["seq_lens"][:count] = stops
-        arrays["slots"][:count] = self._slots(requests, starts)
+        if requests != self._held[turn]:
+            self._fill_requests(arrays, requests, len(self._held[turn]))
+            self._held[turn] = requests
+        arrays["num_rows"][0] = count * width
+        arrays["starts"][:count] = [item.start for item in items]
+        arrays["limits"][:count] = [len(r.block_ids) * self.block_size for r in requests]
         arrays["sources"][:count] = sources = self.sampled.sources(requests)
         if min(sources) < 0:
             arrays["token_ids"][:count] = [0 if r.num_pending else r.last_token_id for r in requests]
+            if self.num_guesses:
+                arrays["guesses"].reshape(-1, self.num_guesses)[:count] = [self._guesses(r) for r in requests]
         self.table.update(items)
         self._packed.send()
 
-    def _slots(self, requests: list, starts: list[int]) -> list[int]:
-        size = self.block_size
-        return [r.block_ids[s // size] * size + s % size for r, s in zip(requests, starts, strict=True)]
+    def _guesses(self, request: Request) -> list[int]:
+        return request.guess_ids + [NO_GUESS] * (self.num_guesses - len(request.guess_ids))
 
     def _fill_requests(self, arrays: dict[str, np.ndarray], requests: list, before: int) -> None:
         """What stays the same while the same requests run, and padding where fewer run than before."""
         count = len(requests)
-        arrays["num_tokens"][0] = count
-        for name in ("token_ids", "positions", "slots", "seq_lens", "places", "temperature"):
+        arrays["num_real"][0] = count
+        for name in ("token_ids", "starts", "limits", "temperature"):
             arrays[name][count:before] = 0
         arrays["sources"][count:before] = -1
         SamplingRows.fill(arrays, requests)
 
-    def forward_batch(self, token_ids_N: torch.Tensor, dispatcher: TokenDispatcher) -> ForwardBatch:
-        """token_ids_N: the tokens with the pending ones in their places."""
-        tensors = self._packed.tensors
+    def forward_batch(
+        self, rows: VerifyRows, query_starts_N1: torch.Tensor, width: int, dispatcher: TokenDispatcher
+    ) -> ForwardBatch:
+        """The target's step; query_starts_N1: int32, 0, W, 2 W, ..."""
         return ForwardBatch(
-            token_ids_T=token_ids_N,
-            positions_T=tensors["positions"],
-            slots_T=tensors["slots"],
-            block_table_NB=self.table.table_NB[: self.num_rows],
+            token_ids_T=rows.token_ids_M,
+            positions_T=rows.positions_M,
+            slots_T=rows.slots_M,
+            block_table_NB=self.requests.table_NB,
             query_lens=None,
             seq_lens=None,
             dispatcher=dispatcher,
-            query_starts_N1=tensors["query_starts"],
-            seq_lens_N=tensors["seq_lens"],
-            num_tokens_1=tensors["num_tokens"],
-            max_query_len=1,
+            query_starts_N1=query_starts_N1,
+            seq_lens_N=rows.seq_lens_N,
+            num_tokens_1=self.num_rows_1,
+            max_query_len=width,
         )

@@ -1,7 +1,7 @@
-"""CUDA graphs of whole decode steps, one for each number of rows, in one memory pool with a budget.
+"""CUDA graphs of whole decode steps, one for each number of requests and guesses, in one memory pool with a budget.
 
-A graph reads and writes the same memory in every replay: its inputs are a DecodeBatch, its outputs the logits and the
-sampled tokens, all of which live as long as it does.
+A graph reads and writes the same memory in every replay: its inputs are a DecodeBatch, its outputs the state that the
+next step starts from, all of which live as long as it does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 
 from engine.comm.meter import CommMeter
 from engine.decode_batch import DecodeBatch
+from engine.decode_step import DecodeStep, Variant
 from engine.log import logger
+from engine.scheduler import NO_GUESSES, GuessPlan
 
 _WARM_UPS = 2
 
@@ -69,96 +71,100 @@ class CudaRecorder:
 
 @dataclass
 class DecodeGraph:
-    """One bucket. `step` leaves each row's most likely token in the sampled tokens; `draw` replaces those of rows
-    that are not greedy. `sends` counts what a step communicates. `num_bytes` is what its capture added on the rank
-    where that is most."""
+    """One variant. `whole` is the step in one piece; `forward` and `finish` are the same step cut where the logits are,
+    for steps in which the host changes them or reads them. `sends` counts what a step communicates. `num_bytes` is what
+    its captures added on the rank where that is most."""
 
+    variant: Variant
     inputs: DecodeBatch
-    step: Graph
-    draw: Graph
-    logits_NV: torch.Tensor
+    whole: Graph
+    forward: Graph
+    finish: Graph
     kept: tuple
     sends: CommMeter
     num_bytes: int = 0
+
+    @property
+    def logits_MV(self) -> torch.Tensor:
+        """Where `forward` leaves them and `finish` takes them."""
+        return self.kept[0].logits_MV
+
+    def reset(self) -> None:
+        for graph in (self.whole, self.forward, self.finish):
+            graph.reset()
 
 
 class GraphRunner:
     """The captured decode steps, largest first so that the others fit into its memory.
 
-    `step(inputs)` computes logits and greedy tokens of a DecodeBatch and returns (logits [N, V], maxima [N]);
-    `draw(inputs, logits, maxima)` samples. `meter` is where a step counts what it sends. A bucket that would pass
-    `max_bytes` is given up, and smaller ones tried. `agree(value)` is the smallest value of all ranks, none of which
-    goes on before all have asked: a graph's collectives are captured and replayed by all ranks or by none, so they
-    enter each capture together and keep the same buckets.
+    `meter` is where a step counts what it sends. A variant that would pass `max_bytes` is given up, and smaller ones
+    tried. `agree(value)` is the smallest value of all ranks, none of which goes on before all have asked: a graph's
+    collectives are captured and replayed by all ranks or by none, so they enter each capture together and keep the same
+    variants.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        step: Callable[[DecodeBatch], tuple[torch.Tensor, torch.Tensor]],
-        draw: Callable[[DecodeBatch, torch.Tensor, torch.Tensor], None],
+        step: DecodeStep,
         max_bytes: int,
         meter: CommMeter | None = None,
         agree: Callable[[int], int] = int,
     ):
-        self._recorder, self._step, self._draw, self._max_bytes = recorder, step, draw, max_bytes
+        self._recorder, self._step, self._max_bytes = recorder, step, max_bytes
         self._meter, self._agree = meter or CommMeter(), agree
-        self._graphs: dict[int, DecodeGraph] = {}
-        self._choice: list[DecodeGraph | None] = [None]
+        self._graphs: dict[Variant, DecodeGraph] = {}
+        self._sizes: list[int] = []
 
     @property
-    def captured(self) -> dict[int, DecodeGraph]:
-        """By number of rows."""
+    def captured(self) -> dict[Variant, DecodeGraph]:
         return dict(self._graphs)
 
     @property
     def num_bytes(self) -> int:
         return sum(graph.num_bytes for graph in self._graphs.values())
 
-    def capture_all(self, batches: list[DecodeBatch]) -> None:
+    def capture_all(self, wanted: list[tuple[Variant, DecodeBatch]]) -> None:
+        """Each with the inputs of its size, which variants of one size may share."""
         started = time.monotonic()
         try:
-            self._capture_fitting(batches)
+            self._capture_fitting(wanted)
         except BaseException:
             self.close()
             raise
-        self._choose()
+        self._sizes = sorted({variant.num_requests for variant in self._graphs if variant == (variant[0], 0, 0)})
         self._report(time.monotonic() - started)
 
-    def _capture_fitting(self, batches: list[DecodeBatch]) -> None:
-        for inputs in sorted(batches, key=lambda b: -b.num_rows):
-            graph = self._capture(inputs)
+    def _capture_fitting(self, wanted: list[tuple[Variant, DecodeBatch]]) -> None:
+        for variant, inputs in sorted(wanted, key=lambda pair: (-pair[0].num_rows, -pair[0].num_requests, pair[0])):
+            graph = self._capture(variant, inputs)
             if self.num_bytes + graph.num_bytes <= self._max_bytes:
-                self._graphs[inputs.num_rows] = graph
+                self._graphs[variant] = graph
                 continue
             logger.warning(
                 "the graph of %d rows takes %.1f MiB, more than is left of graph_memory_gb; such steps run without",
-                inputs.num_rows,
+                variant.num_rows,
                 graph.num_bytes / 2**20,
             )
-            del graph
+            graph.reset()
             if not self._graphs:
                 self._recorder.drop()
 
-    def _capture(self, inputs: DecodeBatch) -> DecodeGraph:
+    def _capture(self, variant: Variant, inputs: DecodeBatch) -> DecodeGraph:
         for _ in range(_WARM_UPS):
-            self._draw(inputs, *self._step(inputs))
+            self._step.whole(inputs, variant)
         before = self._recorder.memory()
         self._agree(0)
         with self._meter.apart() as sends:
-            step, (logits_NV, maxima_N) = self._recorder.capture(lambda: self._step(inputs))
-        draw, _ = self._recorder.capture(lambda: self._draw(inputs, logits_NV, maxima_N))
+            whole, _ = self._recorder.capture(lambda: self._step.whole(inputs, variant))
+        with self._meter.apart():
+            forward, kept = self._recorder.capture(lambda: self._step.forward(inputs, variant))
+            finish, _ = self._recorder.capture(lambda: self._step.finish(variant, kept))
         taken = -self._agree(-max(self._recorder.memory() - before, 0))
-        return DecodeGraph(inputs, step, draw, logits_NV, (maxima_N,), sends, taken)
-
-    def _choose(self) -> None:
-        """The smallest bucket for every number of requests up to the largest."""
-        sizes = sorted(self._graphs)
-        most = sizes[-1] if sizes else 0
-        self._choice = [None, *(self._graphs[next(s for s in sizes if s >= n)] for n in range(1, most + 1))]
+        return DecodeGraph(variant, inputs, whole, forward, finish, kept, sends, taken)
 
     def _report(self, seconds: float) -> None:
-        each = ", ".join(f"{size}: {graph.num_bytes / 2**20:.1f}" for size, graph in sorted(self._graphs.items()))
+        each = ", ".join(f"{v.num_rows}: {graph.num_bytes / 2**20:.1f}" for v, graph in sorted(self._graphs.items()))
         logger.info(
             "%d decode graphs in %.1f s take %.1f MiB (rows: MiB added; %s)",
             len(self._graphs),
@@ -170,14 +176,23 @@ class GraphRunner:
     def close(self) -> None:
         """Ends the graphs, whoever still holds them: a process group ends only when no graph holds its collectives."""
         for graph in self._graphs.values():
-            graph.step.reset()
-            graph.draw.reset()
+            graph.reset()
         self._graphs.clear()
-        self._choice = [None]
+        self._sizes = []
 
-    def choose(self, num_requests: int) -> DecodeGraph | None:
-        """The graph for a step of so many decodes; None where none is large enough."""
-        return self._choice[num_requests] if num_requests < len(self._choice) else None
+    def choose(self, num_requests: int, plan: GuessPlan = NO_GUESSES) -> DecodeGraph | None:
+        """The graph for a step of so many decodes that does what is planned, or as much of it as one does; None where
+        none is large enough."""
+        size = next((size for size in self._sizes if size >= num_requests > 0), None)
+        if size is None:
+            return None
+        plans = [plan, *(GuessPlan(k, k) for k in range(plan.num_verify - 1, -1, -1)), NO_GUESSES]
+        return next(self._graphs[Variant(size, *one)] for one in plans if Variant(size, *one) in self._graphs)
+
+    def num_verify(self, num_requests: int) -> list[int]:
+        """The numbers of guesses that steps of so many requests can verify in a graph."""
+        size = next((size for size in self._sizes if size >= num_requests > 0), None)
+        return sorted({v.num_verify for v in self._graphs if v.num_requests == size and v.num_verify == v.num_propose})
 
 
 def capture_obstacle(parts: dict[str, Any]) -> str | None:

@@ -181,8 +181,6 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             raise ConfigError(f"{name} {getattr(config, name)!r} is not known; use one of {', '.join(known)}.")
     if isinstance(config.expert_map, str):  # what it says is compared between ranks, and reaches started ones
         config = replace(config, expert_map=expert_map.read(config.expert_map))
-    if config.draft not in (None, "auto"):
-        raise ConfigError(f"draft={config.draft!r}: this version decodes without a draft; leave draft out.")
     return config.resolve(torch.cuda.device_count())
 
 
@@ -296,7 +294,8 @@ def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore 
 def _agree(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> None:
     """Raises ConfigError on every rank if one of them is not like rank 0."""
     if ranks.control is not None:
-        facts = facts_of(config, files.directory, ranks.local_rank)
+        draft = None if files.draft is None else files.draft.directory
+        facts = facts_of(config, files.directory, ranks.local_rank, draft)
         agree(facts, ranks.store, ranks.rank, ranks.world_size, lambda: ranks.control.failure)
 
 

@@ -7,14 +7,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import draft
 import models
 from engine.chat_template import ChatTemplate
-from engine.config import FULL_CONFIG, TINY_CHECKPOINT, ConfigError, EngineConfig
+from engine.config import BUNDLED_DRAFTS, FULL_CONFIG, TINY_CHECKPOINT, ConfigError, EngineConfig
 from engine.json_files import read_json, token_ids
+from engine.log import logger
 from engine.request import InvalidRequestError, SamplingParams
 from engine.tokenizer import Tokenizer
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    directory: Path
+    entry: draft.DraftEntry
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> DraftFiles | None:
+        """None where no draft was asked for, or "auto" knows none. Raises ConfigError."""
+        if config.draft is None:
+            return None
+        directory = Path(config.draft)
+        if config.draft == "auto":
+            directory = BUNDLED_DRAFTS.get(Path(config.model).resolve())
+            if directory is None:
+                logger.info("draft=auto knows no draft for %s: decoding without", config.model)
+                return None
+        if not os.path.isfile(directory / "config.json"):
+            raise ConfigError(
+                f"draft {str(directory)[:200]!r} holds no config.json; give the directory of an EAGLE-3 draft, or leave "
+                "draft out."
+            )
+        try:
+            return cls(directory, draft.find(read_json(directory / "config.json")))
+        except ValueError as error:
+            raise ConfigError(f"draft {directory}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -27,6 +56,7 @@ class ModelFiles:
     generation_config: dict[str, Any]
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    draft: DraftFiles | None = None
 
     @classmethod
     def read(cls, config: EngineConfig) -> ModelFiles:
@@ -53,6 +83,7 @@ class ModelFiles:
             _generation_config(directory / "generation_config.json", model_config.vocab_size),
             _tokenizer(directory, model_config.vocab_size, config.load_format == "dummy"),
             _chat_template(directory, entry, config.load_format == "dummy"),
+            DraftFiles.read(config),
         )
 
     @property

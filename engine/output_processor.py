@@ -25,6 +25,7 @@ class _Sequence:
     stops: StopStrings
     arrival: float
     first_token: float | None = None
+    num_shown: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prompt_logprobs_sent: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -62,16 +63,15 @@ class OutputProcessor:
         return list(dict.fromkeys(s.parent_id for s in self._sequences.values()))
 
     def process(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[CompletionDelta]:
-        """Called after the scheduler took the tokens; one delta for each sequence that got one."""
+        """Called after the scheduler took the tokens; one delta for each sequence that got some."""
         now = time.monotonic()
         deltas = []
-        token_ids = iter(result.token_ids)
         for item in output.scheduled:
             sequence = self._sequences[item.request.request_id]
             self._take_prompt_logprobs(sequence, result.prompt_logprobs.get(item.request.request_id))
             if item.samples:
                 logprobs = result.logprobs.get(item.request.request_id)
-                deltas.append(self._delta(sequence, next(token_ids), logprobs, now))
+                deltas.append(self._delta(sequence, logprobs, now))
         return deltas
 
     def take_stopped(self) -> list[tuple[str, str]]:
@@ -88,15 +88,16 @@ class OutputProcessor:
             sequence.parent_id, sequence.index, "", [], finish_reason="abort", metrics=sequence.metrics
         )
 
-    def _delta(
-        self, sequence: _Sequence, token_id: int, logprobs: SampledLogprobs | None, now: float
-    ) -> CompletionDelta:
+    def _delta(self, sequence: _Sequence, logprobs: SampledLogprobs | None, now: float) -> CompletionDelta:
+        """Of the request's newest tokens: those that a step committed, or fewer where one of them ended it."""
         request = sequence.request
-        text = self._text(sequence, token_id)
+        token_ids, text = self._texts(sequence)
         reason, stop_reason = request.finish_reason, request.stop_reason
         if sequence.stops.matched is not None:
             reason, stop_reason = "stop", sequence.stops.matched
         self._clock(sequence, now)
+        sequence.metrics.num_draft_tokens = request.num_draft_tokens
+        sequence.metrics.num_accepted_tokens = request.num_accepted_tokens
         if reason is not None:
             self.stats.finish(reason, now - sequence.arrival)
             del self._sequences[request.request_id]
@@ -106,25 +107,39 @@ class OutputProcessor:
             sequence.parent_id,
             sequence.index,
             text,
-            [token_id],
-            self._token_logprobs([token_id], logprobs) if logprobs else None,
+            token_ids,
+            self._token_logprobs(token_ids, logprobs) if logprobs else None,
             self._send_prompt_logprobs(sequence),
             reason,
             stop_reason,
             sequence.metrics if reason else None,
         )
 
-    def _text(self, sequence: _Sequence, token_id: int) -> str:
-        """The token that ends a sequence is not part of its text unless the caller asked for it."""
+    def _texts(self, sequence: _Sequence) -> tuple[list[int], str]:
+        """The tokens not shown yet, one after the other as if each had come alone, up to the one that completes a stop
+        string, and their text."""
+        output_ids = sequence.request.output_token_ids
+        token_ids, text = [], ""
+        for index in range(sequence.num_shown, len(output_ids)):
+            token_ids.append(output_ids[index])
+            text += self._text(sequence, index)
+            if sequence.stops.matched is not None:
+                break
+        sequence.num_shown += len(token_ids)
+        return token_ids, text
+
+    def _text(self, sequence: _Sequence, index: int) -> str:
+        """Of one output token. The one that ends a sequence is not part of its text unless the caller asked for it."""
         request, params = sequence.request, sequence.request.params
-        ended_by_token = request.finish_reason == "stop"
+        is_end = request.finished and index == len(request.output_token_ids) - 1
+        ended_by_token = is_end and request.finish_reason == "stop"
         text = ""
         if not ended_by_token or params.include_stop_str_in_output:
-            text = sequence.decoder.push([token_id])
-        if request.finished:
+            text = sequence.decoder.push([request.output_token_ids[index]])
+        if is_end:
             text += sequence.decoder.finish()
-        text = sequence.stops.push(text, may_stop=len(request.output_token_ids) >= params.min_tokens)
-        if request.finished and sequence.stops.matched is None:
+        text = sequence.stops.push(text, may_stop=index + 1 >= params.min_tokens)
+        if is_end and sequence.stops.matched is None:
             text += sequence.stops.flush()
         return text
 
@@ -138,7 +153,8 @@ class OutputProcessor:
         sequence.metrics.decode_time = now - sequence.first_token
 
     def _token_logprobs(self, token_ids: list[int], values: SampledLogprobs) -> list[dict[int, Logprob]]:
-        rows = zip(token_ids, values.chosen, values.ranks, values.top_ids, values.top_logprobs, strict=True)
+        """Of as many of the rows as there are tokens."""
+        rows = zip(token_ids, values.chosen, values.ranks, values.top_ids, values.top_logprobs, strict=False)
         return [self._logprob_row(*row) for row in rows]
 
     def _logprob_row(

@@ -154,6 +154,11 @@ class SamplingParams:
         """Logits depend on the tokens before, so the host must have read them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def shapes_logits(self) -> bool:
+        """Logits may be changed before they are drawn from, on the host's word."""
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens)
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a token id lies outside the vocabulary."""
         for name in ("logit_bias", "stop_token_ids"):
@@ -235,8 +240,11 @@ class CompletionDelta:
 class Request:
     """One sequence in the engine: what n=1 asks for. Identical on all ranks at every step.
 
-    `seed` is set even where the caller gave none, so that every rank draws the same tokens. `num_pending` counts
-    sampled tokens that the device has and the host has not read yet.
+    `seed` is set even where the caller gave none, so that every rank draws the same tokens. `num_pending` counts steps
+    in flight that sample: each commits one token, which all counts here include, and as many more as guesses of it are
+    accepted, which the host learns when it reads the step. `num_pending_guesses` bounds those. `guess_ids` are the
+    draft's for the tokens after the last one, as far as the host knows them; `num_guessed` counts those that the device
+    has.
     """
 
     request_id: str
@@ -251,10 +259,15 @@ class Request:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_pending: int = 0
+    num_pending_guesses: int = 0
+    guess_ids: list[int] = field(default_factory=list)
+    num_guessed: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Those the host knows and those that a step in flight samples."""
+        """Those the host knows, and one for each step in flight that samples."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
     @property
@@ -272,6 +285,11 @@ class Request:
         return self.num_pending > 0 and self.num_output_tokens >= self.max_tokens
 
     @property
+    def longest(self) -> int:
+        """Tokens that are ever computed: all but the last one that `max_tokens` allows."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -282,9 +300,19 @@ class Request:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(stop - num_prompt, 0)]
 
-    def append(self, token_id: int) -> None:
-        """Adds a sampled token and finishes the request where it ends: stop ids, then length."""
+    def commit(self, token_ids: list[int]) -> list[int]:
+        """Adds a step's tokens up to the one that ends the request, if one does. Returns those added."""
         self.num_pending = max(self.num_pending - 1, 0)
+        taken = []
+        for token_id in token_ids:
+            self._append(token_id)
+            taken.append(token_id)
+            if self.finished:
+                break
+        return taken
+
+    def _append(self, token_id: int) -> None:
+        """Finishes the request where it ends: stop ids, then length."""
         self.output_token_ids.append(token_id)
         num_output = len(self.output_token_ids)
         if token_id in self.stop_token_ids and num_output >= self.params.min_tokens:

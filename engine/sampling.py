@@ -64,41 +64,35 @@ class SamplingRows:
         arrays["seeds"][:count] = [r.seed for r in requests]
 
     @classmethod
-    def of(cls, requests: list[Request], device: torch.device) -> SamplingRows:
+    def of(cls, requests: list[Request], places: np.ndarray, device: torch.device) -> SamplingRows:
+        """A row for each of requests, which may repeat, with its place."""
         types = (np.float32, np.int32, np.float32, np.float32, np.int64, np.int64)
         arrays = {n: np.empty(len(requests), dtype=t) for n, t in zip(cls.NAMES, types, strict=True)}
         cls.fill(arrays, requests)
-        arrays["places"][:] = [r.num_tokens for r in requests]
+        arrays["places"][:] = places
         tensors = (torch.from_numpy(arrays[name]) for name in cls.NAMES)
         return cls(*(t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True) for t in tensors))
 
 
-class Sampler:
-    """Samples the next token of each request; holds no state between steps."""
+class LogitShaper:
+    """Bias, forbidden ends, then penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API).
+
+    The order is vLLM's: the repetition penalty scales a logit with its bias.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
 
-    def __call__(self, logits_SV: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-        """logits float32 [S, V], one row a request, at that request's last token. Returns int64 [S]."""
-        if any(shapes_logits(r) for r in requests):
-            logits_SV = logits_SV.clone()
-            for row_V, request in zip(logits_SV, requests, strict=True):
-                self._apply_request(row_V, request)
-        tokens_S = torch.empty(len(requests), dtype=torch.int64, device=self.device)
-        maxima_S = greedy(logits_SV, tokens_S)
-        if not all(r.params.greedy for r in requests):
-            draw(logits_SV, maxima_S, SamplingRows.of(requests, self.device), tokens_S)
-        return tokens_S
+    def __call__(self, logits_WV: torch.Tensor, request: Request, num_guesses: int = 0) -> None:
+        """Changes in place the rows of a request's last token and of num_guesses guesses after it: each as if the
+        guesses before it were the request's own tokens. Rows beyond are like the last one."""
+        for index, row_V in enumerate(logits_WV):
+            self._shape(row_V, request, request.guess_ids[: min(index, num_guesses)])
 
-    def _apply_request(self, row_V: torch.Tensor, request: Request) -> None:
-        """Bias, forbidden ends, then penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API).
-
-        The order is vLLM's: the repetition penalty scales a logit with its bias.
-        """
+    def _shape(self, row_V: torch.Tensor, request: Request, guess_ids: list[int]) -> None:
         params = request.params
-        output = self._ids(request.output_token_ids)
-        if request.num_output_tokens < params.min_tokens and request.stop_token_ids:
+        output = self._ids(request.output_token_ids + guess_ids)
+        if request.num_output_tokens + len(guess_ids) < params.min_tokens and request.stop_token_ids:
             row_V[self._ids(sorted(request.stop_token_ids))] = _NEVER
         if params.logit_bias:
             row_V[self._ids(list(params.logit_bias))] += torch.tensor(
@@ -116,13 +110,6 @@ class Sampler:
 
     def _ids(self, token_ids: list[int]) -> torch.Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self.device)
-
-
-def shapes_logits(request: Request) -> bool:
-    """Penalties, bias or a forbidden end change the logits before they are drawn from."""
-    params = request.params
-    early = params.min_tokens and request.num_output_tokens < params.min_tokens
-    return bool(early or params.logit_bias or params.has_penalties)
 
 
 def greedy(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:

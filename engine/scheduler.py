@@ -11,21 +11,39 @@ from engine.request import Request
 
 
 class ScheduledRequest(NamedTuple):
-    """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token at that time."""
+    """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token at that time; then
+    up to num_guesses guesses of the tokens after it are verified. While a step before is in flight, `start` is the
+    least that it can be: that step's accepted guesses come on top.
+    """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    num_guesses: int = 0
 
     @classmethod
-    def next_of(cls, request: Request, num_tokens: int) -> ScheduledRequest:
+    def next_of(cls, request: Request, num_tokens: int, num_guesses: int = 0) -> ScheduledRequest:
         start = request.num_computed_tokens
-        return cls(request, start, num_tokens, start + num_tokens == request.num_tokens)
+        return cls(request, start, num_tokens, start + num_tokens == request.num_tokens, num_guesses)
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + self.num_guesses
+
+
+class GuessPlan(NamedTuple):
+    """How many guesses of each request a step verifies at most, and how many it makes for the step after."""
+
+    num_verify: int = 0
+    num_propose: int = 0
+
+
+NO_GUESSES = GuessPlan()
 
 
 @dataclass
@@ -35,10 +53,12 @@ class SchedulerOutput:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     num_preempted: int = 0
     launched: bool = False
+    plan: GuessPlan = NO_GUESSES
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+        """Rows of the step, guesses included."""
+        return sum(s.num_rows for s in self.scheduled)
 
 
 class Scheduler:
@@ -62,10 +82,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Raises ValueError for an id in use, or for a request that the whole cache could not hold to its end: it would
         wait for ever. Its last token is never computed."""
-        longest = len(request.prompt_token_ids) + request.max_tokens - 1
-        if longest > self.kv_cache.max_tokens:
+        if request.longest > self.kv_cache.max_tokens:
             raise ValueError(
-                f"request {request.request_id} needs room for {longest} tokens, but the KV cache holds "
+                f"request {request.request_id} needs room for {request.longest} tokens, but the KV cache holds "
                 f"{self.kv_cache.max_tokens}."
             )
         if request.request_id in self._requests:
@@ -83,8 +102,17 @@ class Scheduler:
 
     @property
     def needs_known_tokens(self) -> bool:
-        """A request's penalties need all tokens before the next step's logits, so no step may run ahead."""
-        return self._num_penalized > 0
+        """No step may run ahead of the tokens of the one before it: a request's penalties need them all before the next
+        step's logits, and guesses in flight leave open where a step that is not decodes alone has its rows."""
+        if self._num_penalized:
+            return True
+        if not self.has_guesses_in_flight:
+            return False
+        return bool(self.waiting) or any(_is_prefilling(r) or r.params.shapes_logits for r in self.running)
+
+    @property
+    def has_guesses_in_flight(self) -> bool:
+        return any(r.num_pending_guesses for r in self.running)
 
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> Request | None:
         """Ends a request from outside: a stop string, an abort. Unknown or finished ids are ignored."""
@@ -104,33 +132,47 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step's work; takes the blocks it needs."""
-        output = SchedulerOutput()
+    def schedule(self, plan: GuessPlan = NO_GUESSES) -> SchedulerOutput:
+        """The next step's work; takes the blocks it needs. `plan` holds for requests that decode."""
+        output = SchedulerOutput(plan=plan)
         budget = self._schedule_running(output, self.max_num_batched_tokens)
         self._schedule_waiting(output, budget)
         return output
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Decodes before prefills. Only decodes can need blocks: a prompt got all of its own when it was admitted."""
-        decoding, prefilling = [], []
-        for request in self.running:
-            left = request.num_tokens - request.num_computed_tokens
-            if left > 1:
-                prefilling.append((request, left))
-            elif left == 1 and not request.ends_in_flight:
-                decoding.append((request, left))
-        for request, left in decoding + prefilling:
-            num_tokens = min(left, budget)
+        prefilling = [r for r in self.running if _is_prefilling(r)]
+        decoding = [r for r in self.running if r.num_tokens - r.num_computed_tokens == 1 and not r.ends_in_flight]
+        decoding = [r for r in decoding[:budget] if self._make_room(r, r.num_computed_tokens + 1, output)]
+        spare = budget - len(decoding)
+        for request in decoding:
+            num_guesses = 0 if output.num_preempted else self._num_guesses(request, output.plan, spare)
+            output.scheduled.append(ScheduledRequest.next_of(request, 1, num_guesses))
+            spare -= num_guesses
+        budget = spare
+        for request in prefilling:
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, output):
                 output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
                 budget -= num_tokens
         return budget
 
+    def _num_guesses(self, request: Request, plan: GuessPlan, spare: int) -> int:
+        """Guesses to verify, and blocks for them and for the draft's own chain after them, if there are some left.
+
+        Without these blocks guesses beyond the last one are not accepted, so nothing of it can be wrong."""
+        known = request.num_guessed if request.num_pending else len(request.guess_ids)
+        left = request.max_tokens - request.num_output_tokens - 1
+        count = max(min(plan.num_verify, known, spare, left), 0)
+        ahead = request.num_pending_guesses + count + max(plan.num_propose - 1, 0)
+        self.kv_cache.grow(request, min(request.num_computed_tokens + 1 + ahead, request.longest))
+        return count
+
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
         """Grows the request, preempting from the back; False if it has given way itself."""
         if output.num_preempted and request not in self.running:
             return False
+        num_tokens = min(num_tokens + request.num_pending_guesses, max(request.longest, num_tokens))
         while not self.kv_cache.grow(request, num_tokens):
             victim = self.running[-1]
             self._preempt(victim)
@@ -142,6 +184,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.kv_cache.free(request)
         request.num_computed_tokens = 0
+        request.guess_ids, request.num_guessed = [], 0
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
@@ -163,25 +206,34 @@ class Scheduler:
         for item in output.scheduled:
             item.request.num_computed_tokens = item.stop
             item.request.num_pending += item.samples
+            item.request.num_pending_guesses += output.plan.num_verify if item.samples else 0
+            item.request.num_guessed = output.plan.num_propose if item.samples else 0
 
-    def update(self, output: SchedulerOutput, sampled: list[int]) -> list[Request]:
-        """Takes one sampled token for each scheduled request that `samples`, in order. Returns those that finished.
+    def update(
+        self, output: SchedulerOutput, committed: list[list[int]], guesses: list[list[int]] | None = None
+    ) -> None:
+        """Takes the tokens that each request that `samples` commits, in order, and the guesses of those after.
 
-        Steps are updated in the order in which they were launched. A request that ended meanwhile drops its token.
+        Steps are updated in the order in which they were launched. A request that ended meanwhile drops its tokens.
         """
         if not output.launched:
             self.launch(output)
-        tokens = iter(sampled)
-        finished = []
-        for item in output.scheduled:
-            request = item.request
-            if item.samples:
-                token_id = next(tokens)
-                if request.finished:
-                    continue
-                request.append(token_id)
-                if request.finished:
-                    finished.append(request)
-        for request in finished:
+        sampling = [item for item in output.scheduled if item.samples]
+        for item, token_ids, guess_ids in zip(sampling, committed, guesses or [[]] * len(sampling), strict=True):
+            if not item.request.finished:
+                item.request.num_pending_guesses -= output.plan.num_verify
+                self._take(item, token_ids, guess_ids)
+
+    def _take(self, item: ScheduledRequest, token_ids: list[int], guess_ids: list[int]) -> None:
+        request = item.request
+        request.num_draft_tokens += item.num_guesses
+        request.num_accepted_tokens += min(len(request.commit(token_ids)), len(token_ids) - 1, item.num_guesses)
+        if request.finished:
             self._remove(request)
-        return finished
+        elif request.num_computed_tokens >= item.stop:  # it has not lost its blocks since
+            request.num_computed_tokens += len(token_ids) - 1
+            request.guess_ids = guess_ids
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.num_tokens - request.num_computed_tokens > 1

@@ -44,6 +44,14 @@ class CommittedTokens:
             torch.full((num_rows, num_guesses), NO_GUESS, dtype=torch.int64, device=device),
         )
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens_SW, self.accepted_S, self.matched_S, self.guesses_SK
+
+    def rows(self, count: int) -> CommittedTokens:
+        """The first of them, in place."""
+        return CommittedTokens(*(tensor[:count] for tensor in self.tensors))
+
 
 class StepRequests(NamedTuple):
     """What the host says of N requests. token_ids_N int64: the last committed token; starts_N int64: its position, and
@@ -84,9 +92,10 @@ class Accepted(NamedTuple):
 def verify_rows(
     requests: StepRequests, state: CommittedTokens, sampling_N: SamplingRows, width: int, block_size: int
 ) -> VerifyRows:
-    """The rows of a step of `width` rows a request. Places of sampling_N are not looked at: a row's is position + 1.
+    """The rows of a step of `width` rows a request.
 
-    Rows of a padding request: token 0 at position 0, slot 0, temperature 0. A missing guess is token 0.
+    Places of sampling_N are not looked at: a row's is position + 1. Guesses of positions without a slot are none, and a
+    missing guess is token 0. Rows of a padding request: token 0 at position 0, slot 0, temperature 0.
     """
     pending_N = requests.sources_N >= 0
     sources_N = requests.sources_N.clamp(min=0).long()
@@ -95,6 +104,8 @@ def verify_rows(
     token_ids_N = torch.where(pending_N, last_N, requests.token_ids_N)
     starts_N = requests.starts_N + torch.where(pending_N, accepted_N, 0)
     guesses_NK = torch.where(pending_N[:, None], state.guesses_SK[sources_N], requests.guesses_NK)
+    places_NK = starts_N[:, None] + torch.arange(1, guesses_NK.shape[1] + 1, device=starts_N.device)
+    guesses_NK = guesses_NK.masked_fill(places_NK >= requests.limits_N[:, None], NO_GUESS)
     is_padding_N = requests.limits_N == 0
     token_ids_NW = torch.cat([token_ids_N[:, None], guesses_NK[:, : width - 1].clamp(min=0)], dim=1)
     token_ids_NW = token_ids_NW.masked_fill(is_padding_N[:, None], 0)

@@ -60,6 +60,9 @@ class ReferenceDispatcher(HoldsNothing):
             partial_TD = whole(partial_TD) + shared_TD
         return self._add(partial_TD, residual_TD, norm, meter.MOE_COMBINE)
 
+    def gather(self, residual_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return residual_TD
+
     def _add(
         self, partial: torch.Tensor, residual_TD: torch.Tensor, norm: Norm, kind: str
     ) -> tuple[torch.Tensor, torch.Tensor]:

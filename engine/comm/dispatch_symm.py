@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.comm import exchange
+from engine.comm import exchange, meter
 from engine.comm.collectives import all_gather, all_to_all
 from engine.comm.dispatch_reference import ReferenceDispatcher
 from engine.comm.dispatcher import DispatchLimits, Norm
@@ -58,6 +58,17 @@ class SymmScatterDispatcher(SymmReplicatedDispatcher):
         if self.parallel.is_alone:
             return super().enter(x_TD, norm)
         return norm(x_TD), self._own(x_TD)
+
+    def gather(self, residual_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        if self.parallel.is_alone:
+            return residual_tD
+        residual_PtD, sent = all_gather(residual_tD, self.parallel)
+        self.parallel.meter.count(meter.OTHER, sent)
+        gathered_TD = residual_tD.new_empty(num_tokens, residual_tD.shape[1])
+        for rank, rows_tD in enumerate(residual_PtD):
+            for rows, place in self._rounds(num_tokens).rows_of(rank):
+                gathered_TD[rows] = rows_tD[place]
+        return gathered_TD
 
     def _own(self, x_TD: torch.Tensor) -> torch.Tensor:
         """This rank's rows [t, D]; zeros where the last rank has fewer."""

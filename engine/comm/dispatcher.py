@@ -110,6 +110,9 @@ class TokenDispatcher(Protocol):
         Returns (attention's input [T, D], residual [t, D]).
         """
 
+    def gather(self, residual_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The residuals of all T = num_tokens tokens on every rank, [T, D]."""
+
 
 class HoldsNothing:
     """What a dispatcher says that runs everywhere and has nothing to give back."""

@@ -87,6 +87,11 @@ class ShardedRows(HoldsNothing, ABC):
         self.parallel.meter.count(meter.MOE_COMBINE, sent_back + gathered)
         return x_PtD.flatten(0, 1)[: self.step.num_tokens], residual_tD
 
+    def gather(self, residual_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        residual_PtD, sent = all_gather(residual_tD, self.parallel)
+        self.parallel.meter.count(meter.OTHER, sent)
+        return residual_PtD.flatten(0, 1)[:num_tokens]
+
     def _sum_rows(self, partial_RD: torch.Tensor) -> tuple[torch.Tensor, int]:
         """[P * t, D] partials of every row -> (this rank's t rows, summed over ranks; bytes sent)."""
         return reduce_scatter(partial_RD.unflatten(0, (self.parallel.tp, -1)), self.parallel)

@@ -155,12 +155,22 @@ class KimiModel(nn.Module):
 
     def forward(self, batch: ForwardBatch, caches: torch.Tensor) -> torch.Tensor:
         """caches: [layers, blocks, block_size, C + R]. Returns the final norm's output for all tokens, [T, D]."""
+        return self.forward_with_features(batch, caches)[0]
+
+    def forward_with_features(
+        self, batch: ForwardBatch, caches: torch.Tensor, feature_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, and side by side the residual stream of all tokens as it enters each of feature_layers (the number
+        of layers: as it leaves the last one), [T, len(feature_layers) x D]; None without any."""
         cis = self.rotary(batch.positions_T)
         norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
         x_TD, residual_tD = batch.dispatcher.enter(self.embed_tokens(batch.token_ids_T), norms[0])
+        entering = [residual_tD]
         for layer, cache, next_norm in zip(self.layers, caches, norms[1:], strict=True):
             x_TD, residual_tD = layer(x_TD, residual_tD, cis, cache, batch, self.backend, next_norm)
-        return x_TD
+            entering.append(residual_tD if len(entering) in feature_layers else None)
+        features = [batch.dispatcher.gather(entering[index], x_TD.shape[0]) for index in feature_layers]
+        return x_TD, torch.cat(features, dim=-1) if features else None
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Float32 [S, V], whole on every rank."""

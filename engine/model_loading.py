@@ -1,0 +1,114 @@
+"""What a rank loads: the model's share and the draft's, checked before any weight is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draft.base import Drafter, TargetShape
+from engine import cache_plan
+from engine.attention import backend as attention_backends
+from engine.comm import choice, choice_rule
+from engine.comm import dispatcher as dispatchers
+from engine.comm.dispatcher import DispatchLimits, TokenDispatcher, dispatcher_class
+from engine.comm.parallel_state import ParallelState
+from engine.config import ConfigError, EngineConfig
+from engine.expert_map import ExpertMap
+from engine.kernels import table as kernel_table
+from engine.model_files import ModelFiles
+from engine.weights import CheckpointError
+
+
+def check_model(config: EngineConfig, files: ModelFiles) -> None:
+    """Finds what a ModelRunner would refuse on any rank, without a process group and before any weight is read.
+
+    Raises ConfigError with the sum, CheckpointError naming file and tensor.
+    """
+    _check_dispatcher(config, files)
+    parallel = ParallelState(device=torch.device("meta"), **config.placement())
+    model = load_share(config, files, parallel)
+    drafter = load_draft(config, files, parallel, model)
+    budget = cache_plan.known_bytes(config)
+    block_bytes = cache_plan.block_bytes(config, files, model, drafter)
+    if budget is not None:
+        cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
+
+
+def _check_dispatcher(config: EngineConfig, files: ModelFiles) -> None:
+    """Refuses one that was named and cannot run on this host."""
+    if config.moe_comm == "auto":
+        return
+    parallel = ParallelState(device=torch.device(config.device), **config.placement())
+    reason = dispatcher_class(config.moe_comm).obstacle(parallel, dispatch_limits(config, files))
+    if reason is not None:
+        raise ConfigError(f"moe_comm={config.moe_comm!r} {reason}; use one of the others or leave it out.")
+
+
+def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
+    """This rank's share of the model."""
+    dtype = getattr(torch, config.dtype)
+    device = torch.device(config.device)
+    try:
+        backend_name = attention_backends.choose(config.attention_backend, device, dtype)
+        model = files.entry.load_model(
+            str(files.directory),
+            files.model_config,
+            parallel,
+            dtype,
+            backend=attention_backends.ATTENTION_BACKENDS[backend_name](),
+            kernels=kernel_table.KERNELS[kernel_table.choose(device, dtype)](),
+            shards_tokens=choice.shards_tokens(config.moe_comm),
+            expert_map=ExpertMap.of(config, files.model_config.n_routed_experts, files.model_config.moe_layers),
+            counts_experts=config.expert_load,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
+        )
+    except (CheckpointError, ConfigError):
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return model
+
+
+def load_draft(config: EngineConfig, files: ModelFiles, parallel: ParallelState, model: Any) -> Drafter | None:
+    """This rank's share of the draft, None where none was asked for. It shares the target's embedding, and its head
+    where it has none of its own."""
+    if files.draft is None:
+        return None
+    shape = files.model_config
+    try:
+        return files.draft.entry.load(
+            files.draft.directory,
+            TargetShape(shape.hidden_size, shape.vocab_size, shape.num_hidden_layers),
+            parallel,
+            getattr(torch, config.dtype),
+            kernels=model.kernels,
+            backend=model.backend,
+            embed=model.embed_tokens,
+            lm_head=model.lm_head,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
+        )
+    except (CheckpointError, ConfigError):
+        raise
+    except ValueError as error:
+        raise ConfigError(f"draft {files.draft.directory}: {error}") from error
+
+
+def draft_dispatcher(parallel: ParallelState, limits: DispatchLimits) -> TokenDispatcher:
+    """One that leaves all rows whole on every rank, and whose sums are one shot where the links allow it."""
+    if parallel.is_alone:
+        return dispatchers.build("reference", parallel, limits)
+    one_shot = dispatcher_class("symm_replicated").obstacle(parallel, limits) is None
+    on_gpu = parallel.device.type == "cuda"
+    return dispatchers.build("symm_replicated" if on_gpu and one_shot else choice_rule.BASELINE, parallel, limits)
+
+
+def dispatch_limits(config: EngineConfig, files: ModelFiles) -> DispatchLimits:
+    model = files.model_config
+    return DispatchLimits(
+        num_experts=model.n_routed_experts,
+        width=model.hidden_size,
+        top_k=model.num_experts_per_tok,
+        max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        dtype=getattr(torch, config.dtype),
+    )
