@@ -18,6 +18,15 @@ import torch
 from engine.batch import ForwardBatch
 
 
+@dataclass(frozen=True)
+class TargetShape:
+    """What a draft must fit. num_layers: the target's decoder layers."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
 @dataclass
 class DraftRows:
     """Rows whose KV is in the draft's cache, with what the rest of the layer needs of them.

@@ -1,7 +1,7 @@
 """Plain PyTorch twins of every kernel: the oracle of the tests and the path that runs without a GPU.
 
-Shape letters: T tokens, D model width, H heads, C latent width, R rope width, E experts, K experts a token,
-I expert width, V vocabulary.
+Shape letters: T tokens, D model width, H heads, G key heads, d head width, C latent width, R rope width, E experts,
+K experts a token, I expert width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ def rotate_pairs(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
     while cis.dim() < pairs.dim():
         cis = cis.unsqueeze(1)
     return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
+
+
+def rotate_halves(x_THd: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding on pairs (i, i + d / 2) of each head, left in place; cis: complex64 [T, d / 2]."""
+    first, second = x_THd.float().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * cis.unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), dim=-1).to(x_THd.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -161,6 +168,33 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group_size: int = 32)
 def store_latent(cache: torch.Tensor, latent_TX: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Writes each token's row [latent | roped key] of width C + R into its slot; cache: [blocks, block_size, C + R]."""
     cache.view(-1, cache.shape[-1]).index_copy_(0, slots_T, latent_TX)
+
+
+def store_heads(cache: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Writes each token's keys, then its values, into its slot; cache: [blocks, block_size, 2 x G x d]."""
+    rows_TX = torch.cat((k_TGd.flatten(1), v_TGd.flatten(1)), dim=1)
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots_T, rows_TX)
+
+
+def attend_heads(
+    q_NHd: torch.Tensor, cache: torch.Tensor, table_NB: torch.Tensor, seq_lens_N: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One query a sequence over its keys and values in the cache, one sequence at a time; softmax in float32.
+
+    Query head h reads key head h // (H / G). Returns [N, H, d], zeros where the length is 0.
+    """
+    width, block_size = q_NHd.shape[2], cache.shape[1]
+    out_NHd = torch.zeros_like(q_NHd)
+    for n, seq_len in enumerate(seq_lens_N.tolist()):
+        if not seq_len:
+            continue
+        rows_LX = cache[table_NB[n, : -(-seq_len // block_size)]].flatten(0, 1)[:seq_len]
+        k_LGd, v_LGd = (half.unflatten(1, (-1, width)) for half in rows_LX.chunk(2, dim=1))
+        q_Ghd = q_NHd[n].unflatten(0, (k_LGd.shape[1], -1))
+        scores_GhL = torch.einsum("ghd,lgd->ghl", q_Ghd, k_LGd).float() * scale
+        probs_GhL = scores_GhL.softmax(-1).to(q_NHd.dtype)
+        out_NHd[n] = torch.einsum("ghl,lgd->ghd", probs_GhL, v_LGd).flatten(0, 1)
+    return out_NHd
 
 
 def mla_paged(

@@ -74,6 +74,17 @@ class ReferenceKernels:
         q_THX = self.queries(q_TQ, weight, nope, cis, num_heads)
         return reference.absorb(q_THX, w_k_HNC)
 
+    def rotate_halves(self, x_THd: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        return reference.rotate_halves(x_THd, cis)
+
+    def store_heads(self, cache: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, slots_T: torch.Tensor) -> None:
+        reference.store_heads(cache, k_TGd, v_TGd, slots_T)
+
+    def attend_heads(
+        self, q_NHd: torch.Tensor, cache: torch.Tensor, table_NB: torch.Tensor, seq_lens_N: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return reference.attend_heads(q_NHd, cache, table_NB, seq_lens_N, scale)
+
     def route(
         self,
         x_TD: torch.Tensor,

@@ -89,8 +89,12 @@ class DenseFeedForward(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dispatcher: TokenDispatcher = batch.dispatcher
         x_RD, handle = dispatcher.spread(x_tD)
+        return dispatcher.combine(self.partial(x_RD), handle, residual_tD, norm)
+
+    def partial(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """This rank's columns alone, [R, D] or parts [P, R, D] of the sum."""
         hidden = self.kernels.silu_mul(self.kernels.linear(x_RD, self.gate_up.weight))
-        return dispatcher.combine(self.kernels.partial(hidden, self.down.weight), handle, residual_tD, norm)
+        return self.kernels.partial(hidden, self.down.weight)
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         return self.gate_up.specs(prefix) | self.down.specs(prefix)

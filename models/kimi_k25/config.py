@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from engine.json_files import token_ids
+from engine.layers.hyper_parameters import count, flag, number, rope_parameters
 from engine.layers.rotary import RopeParameters
-
-# Far above any model, and low enough that no product of three of them overflows.
-MAX_SIZE = 2**18
-MAX_LENGTH = 2**31
-MAX_NUMBER = 10**9
-MIN_POSITIVE = 1e-3
 
 _COUNTS = (
     "hidden_size",
@@ -68,7 +62,7 @@ class KimiConfig:
         if not isinstance(text, dict):
             raise ValueError("text_config must be an object.")
         _refuse_unknown_math(text)
-        values = {name: _count(text, name) for name in _COUNTS}
+        values = {name: count(text, name) for name in _COUNTS}
         if values["num_experts_per_tok"] > values["n_routed_experts"]:
             raise ValueError(
                 f"config.json: num_experts_per_tok={values['num_experts_per_tok']} is more than "
@@ -76,14 +70,14 @@ class KimiConfig:
             )
         return cls(
             **values,
-            q_lora_rank=None if text.get("q_lora_rank") is None else _count(text, "q_lora_rank"),
-            n_shared_experts=_number(text, "n_shared_experts", 0, kind=int) if text.get("n_shared_experts") else 0,
-            first_k_dense_replace=_number(text, "first_k_dense_replace", 0, kind=int),
-            norm_topk_prob=_flag(text, "norm_topk_prob", True),
-            routed_scaling_factor=_number(text, "routed_scaling_factor", 1.0),
-            rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
-            low_rank_norm_eps=_number(text, "low_rank_norm_eps", 1e-6),
-            rope=_rope(text),
+            q_lora_rank=None if text.get("q_lora_rank") is None else count(text, "q_lora_rank"),
+            n_shared_experts=number(text, "n_shared_experts", 0, kind=int) if text.get("n_shared_experts") else 0,
+            first_k_dense_replace=number(text, "first_k_dense_replace", 0, kind=int),
+            norm_topk_prob=flag(text, "norm_topk_prob", True),
+            routed_scaling_factor=number(text, "routed_scaling_factor", 1.0),
+            rms_norm_eps=number(text, "rms_norm_eps", 1e-6),
+            low_rank_norm_eps=number(text, "low_rank_norm_eps", 1e-6),
+            rope=rope_parameters(text),
             eos_token_ids=_eos_ids(text, config),
             is_quantized=_is_quantized(text.get("quantization_config") or config.get("quantization_config")),
         )
@@ -94,46 +88,6 @@ class KimiConfig:
 
     def is_dense(self, layer: int) -> bool:
         return layer < self.first_k_dense_replace
-
-
-def _count(text: dict[str, Any], name: str) -> int:
-    value = text.get(name)
-    if value is None:
-        raise ValueError(f"config.json lacks {name}.")
-    most = MAX_LENGTH if name in ("vocab_size", "max_position_embeddings") else MAX_SIZE
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"config.json: {name} must be a whole number from 1 to {most}, not {_short(value)}.")
-    return value
-
-
-def _number(source: dict[str, Any], name: str, default: float, kind: type = float) -> Any:
-    value = source.get(name)
-    if value is None:
-        return kind(default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= MAX_NUMBER or kind(value) != value:
-        raise ValueError(f"config.json: {name} must be a number from 0 to {MAX_NUMBER}, not {_short(value)}.")
-    return kind(value)
-
-
-def _positive(source: dict[str, Any], name: str, default: float, kind: type = float) -> Any:
-    value = _number(source, name, default, kind)
-    if value < MIN_POSITIVE:
-        raise ValueError(f"config.json: {name} must be at least {MIN_POSITIVE}, not {value!r}.")
-    return value
-
-
-def _flag(text: dict[str, Any], name: str, default: bool) -> bool:
-    value = text.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"config.json: {name} must be true or false, not {_short(value)}.")
-    return default if value is None else value
-
-
-def _short(value: Any) -> str:
-    """`value` for a message of one line, whatever its size."""
-    text = f"{value:.3g}" if isinstance(value, float) else json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _refuse_unknown_math(text: dict[str, Any]) -> None:
@@ -153,30 +107,6 @@ def _refuse_unknown_math(text: dict[str, Any]) -> None:
         value = text.get(name)
         if value is not None and value not in allowed:
             raise ValueError(f"config.json: {name}={value!r} is not supported; this model computes {allowed[0]!r}.")
-
-
-def _rope(text: dict[str, Any]) -> RopeParameters:
-    """Accepts rope_scaling + rope_theta, or rope_parameters; `type` or `rope_type`."""
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ValueError("config.json: rope_scaling must be an object.")
-    theta = _number(text if scaling.get("rope_theta") is None else scaling, "rope_theta", 10000.0)
-    if theta <= 1.0:
-        raise ValueError(f"config.json: rope_theta must be above 1, not {theta!r}.")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeParameters(theta)
-    if kind != "yarn":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; use yarn or default.")
-    return RopeParameters(
-        theta=theta,
-        factor=_positive(scaling, "factor", 1.0),
-        original_max_position_embeddings=_positive(scaling, "original_max_position_embeddings", 4096, kind=int),
-        beta_fast=_positive(scaling, "beta_fast", 32.0),
-        beta_slow=_positive(scaling, "beta_slow", 1.0),
-        mscale=_number(scaling, "mscale", 1.0),
-        mscale_all_dim=_number(scaling, "mscale_all_dim", 0.0),
-    )
 
 
 def _is_quantized(quantization: Any) -> bool:

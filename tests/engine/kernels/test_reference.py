@@ -207,3 +207,34 @@ def test_naive_attention_of_the_last_queries():
             seen = slice(0, 7 - 3 + t + 1)
             probs = (keys[seen, h] @ q[t, h] * 0.4).softmax(-1)
             assert torch.allclose(got[t, h], probs @ values[seen, h], atol=1e-6)
+
+
+def test_rotation_turns_halves():
+    x, angles = rand(5, 3, 8), rand(5, 4, seed=1)
+    got = reference.rotate_halves(x, torch.polar(torch.full_like(angles, 1.5), angles))
+    for t in range(5):
+        for i in range(4):
+            cos, sin = 1.5 * math.cos(angles[t, i]), 1.5 * math.sin(angles[t, i])
+            a, b = x[t, :, i], x[t, :, i + 4]
+            assert torch.allclose(got[t, :, i], a * cos - b * sin, atol=1e-6)
+            assert torch.allclose(got[t, :, i + 4], a * sin + b * cos, atol=1e-6)
+    assert reference.rotate_halves(x.bfloat16(), torch.polar(angles, angles)).dtype == torch.bfloat16
+
+
+def test_attention_over_heads_in_pages():
+    """Against one head and one key at a time; pages are NaN where nothing is stored, one request is padding."""
+    heads, groups, width, page, lengths = 6, 2, 4, 3, [5, 0, 3]
+    cache = torch.full((6, page, 2 * groups * width), float("nan"))
+    table = torch.tensor([[4, 2], [0, 0], [1, 0]])
+    keys, values, q = rand(8, groups, width), rand(8, groups, width, seed=1), rand(3, heads, width, seed=2)
+    slots = [int(table[n, t // page]) * page + t % page for n, length in enumerate(lengths) for t in range(length)]
+    reference.store_heads(cache, keys, values, torch.tensor(slots))
+    assert cache.isnan().any(-1).sum() == 6 * page - 8, "each token's whole row is written, and no other"
+    got = reference.attend_heads(q, cache, table, torch.tensor(lengths, dtype=torch.int32), 0.3)
+    assert got[1].abs().max() == 0
+    for n, rows in ((0, range(5)), (2, range(5, 8))):
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = [math.exp(0.3 * float(q[n, head] @ keys[t, group])) for t in rows]
+            expected = sum(s / sum(scores) * values[t, group] for s, t in zip(scores, rows, strict=True))
+            assert torch.allclose(got[n, head], expected, atol=1e-5)
