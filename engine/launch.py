@@ -32,7 +32,8 @@ from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore, Replica
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.model_files import ModelFiles
-from engine.model_runner import ModelRunner, check_model
+from engine.model_loading import check_model
+from engine.model_runner import ModelRunner
 from engine.request import EngineDeadError
 from engine.tokenizer import Tokenizer
 

@@ -37,7 +37,7 @@ class DraftFiles:
                 return None
         if not os.path.isfile(directory / "config.json"):
             raise ConfigError(
-                f"draft {str(directory)[:200]!r} holds no config.json; give the directory of an EAGLE-3 draft, or leave "
+                f"draft {str(directory)[:200]!r} holds no config.json; give an EAGLE-3 draft's directory, or leave "
                 "draft out."
             )
         try:

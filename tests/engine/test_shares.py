@@ -11,7 +11,7 @@ from engine.comm.parallel_state import ParallelState
 from engine.config import FULL_CONFIG, EngineConfig
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
-from engine.model_runner import check_model, load_share
+from engine.model_loading import check_model, load_share
 from tests.checkpoints import TRUE_HEADS, build_checkpoint
 from tests.engine.server.harness import serving
 from tests.shares import config_directory
