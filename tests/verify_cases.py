@@ -40,11 +40,11 @@ def verify_case(
     blocks: int = 3,
     block_size: int = 16,
 ) -> VerifyCase:
-    """A third of the requests each: padding, known to the host, pending. Positions and limits pass the end of the table."""
+    """A third of the requests each: padding, known to the host, pending. Positions pass limits, and both the table."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     count, width = count or rng.randint(1, 9), width or rng.randint(1, 6)
     guesses = rng.randint(width - 1, 15) if guesses is None else guesses
-    state_rows, room = count + rng.randint(0, 3), guesses + 1
+    state_rows, room = count + 2, guesses + 1
 
     def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=dtype)
