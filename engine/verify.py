@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.kernels.verify_rows import Accepted, VerifyRows
 from engine.sampling import SamplingRows
 
 NO_GUESS = -1
@@ -65,28 +66,6 @@ class StepRequests(NamedTuple):
     sources_N: torch.Tensor
     limits_N: torch.Tensor
     table_NB: torch.Tensor
-
-
-class VerifyRows(NamedTuple):
-    """token_ids_M, positions_M, slots_M int64; guesses_NK int64; starts_N int64; seq_lens_N int32, those of the last
-    rows, 0 for padding; sampling: one row each of M."""
-
-    token_ids_M: torch.Tensor
-    positions_M: torch.Tensor
-    slots_M: torch.Tensor
-    guesses_NK: torch.Tensor
-    starts_N: torch.Tensor
-    seq_lens_N: torch.Tensor
-    sampling: SamplingRows
-
-
-class Accepted(NamedTuple):
-    """last_N int64: each request's row of the last committed token, among M; positions_N int64 and seq_lens_N int32 of
-    that row (0 for padding)."""
-
-    last_N: torch.Tensor
-    positions_N: torch.Tensor
-    seq_lens_N: torch.Tensor
 
 
 def verify_rows(

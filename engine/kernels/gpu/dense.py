@@ -64,6 +64,7 @@ def linear_kernel(
     out_ptr,
     num_rows,
     OUT,
+    X_STRIDE: tl.constexpr,
     IN: tl.constexpr,
     PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -79,7 +80,7 @@ def linear_kernel(
     t = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     first = part * PART
     w_rows = w_ptr + tl.minimum(o, OUT - 1).to(tl.int64) * IN + first
-    x_rows = x_ptr + t[:, None].to(tl.int64) * IN + first
+    x_rows = x_ptr + t[:, None].to(tl.int64) * X_STRIDE + first
     is_row = (t < num_rows)[:, None]
     # The weight's first columns come before the input is there: the wait is time in which the memory can work.
     w_head = tl.load(w_rows[:, None] + tl.arange(0, HEAD)[None, :])
@@ -91,8 +92,13 @@ def linear_kernel(
 
 
 def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=torch.float32) -> torch.Tensor:
-    """Products over each of `tile.parts` ranges of the inputs, [P, T, O]; the caller adds them up in order."""
+    """Products over each of `tile.parts` ranges of the inputs, [P, T, O]; the caller adds them up in order.
+
+    Rows of x may lie apart. Raises ValueError where a row's own numbers do.
+    """
     num_rows, inputs = x_TI.shape
+    if x_TI.stride(1) != 1:
+        raise ValueError("the inputs of a row lie apart; make them contiguous before the product")
     outputs = weight_OI.shape[0]
     tile = fitted(tile, tile_rows(num_rows), block_memory(x_TI.device))
     out_PTO = torch.empty(tile.parts, num_rows, outputs, dtype=dtype, device=x_TI.device)
@@ -104,6 +110,7 @@ def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, tile: Tile, dtype=
         out_PTO,
         num_rows,
         outputs,
+        X_STRIDE=x_TI.stride(0) if num_rows > 1 else inputs,
         IN=inputs,
         PART=inputs // tile.parts,
         ROWS=rows,
@@ -163,8 +170,9 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         tile = fitted(tile, rows, architecture_memory(capability))
         part = inputs // tile.parts
         constants = {
-            "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i,
-            "STAGES": tile.stages, "HEAD": head_of(tile.head, part), "PDL": capability >= (9, 0),
+            "X_STRIDE": inputs, "IN": inputs, "PART": part, "ROWS": rows, "BLOCK_O": tile.block_o,
+            "BLOCK_I": tile.block_i, "STAGES": tile.stages, "HEAD": head_of(tile.head, part),
+            "PDL": capability >= (9, 0),
         }  # fmt: skip
         name = f"linear {inputs} in {tile.parts}, {rows} rows"
         cases.append((name, linear_kernel, signature | {"out_ptr": out}, constants, {"num_warps": tile.warps}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.gpu import dense, embed, latent, norm, route
+from engine.kernels.gpu import dense, embed, heads, latent, norm, route
 from engine.kernels.table import Routing
 
 
@@ -21,6 +21,8 @@ class TritonKernels:
     def linear(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         if _is_small(x_TI):
             return dense.linear(x_TI, weight_OI, dtype)
+        if dtype is torch.float32:  # logits rounded to bfloat16 would tie, and a tie goes to another token
+            return torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
         return F.linear(x_TI, weight_OI).to(dtype or weight_OI.dtype)
 
     def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -73,6 +75,17 @@ class TritonKernels:
     ) -> torch.Tensor:
         parts_PTW = q_TQ.unsqueeze(0) if weight is None else _parts(self, q_TQ, weight)
         return latent.absorb(parts_PTW, w_k_HNC, _angles(cis))
+
+    def rotate_halves(self, x_THd: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        return heads.rotate_halves(x_THd, _angles(cis))
+
+    def store_heads(self, cache: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, slots_T: torch.Tensor) -> None:
+        heads.store_heads(cache, k_TGd, v_TGd, slots_T)
+
+    def attend_heads(
+        self, q_NHd: torch.Tensor, cache: torch.Tensor, table_NB: torch.Tensor, seq_lens_N: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return heads.attend_heads(q_NHd, cache, table_NB, seq_lens_N, scale)
 
     def route(
         self,

@@ -46,22 +46,13 @@ def latents_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, 0) makes row t's query latent, (t, 1) its cache row."""
+    """Program (t, 0) makes row t's cache row, (t, 1) its query latent."""
     row = tl.program_id(0).to(tl.int64)
     width: tl.constexpr = Q + C + R
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     parts_ptr += row * width
     stride = num_rows.to(tl.int64) * width
     if tl.program_id(1) == 0:
-        q = tl.arange(0, BLOCK_Q)
-        if NORM_Q:
-            q_weight = tl.load(q_weight_ptr + q, mask=q < Q, other=0.0)
-        pdl.wait(PDL)
-        query = sum_parts(parts_ptr, q, q < Q, stride, PARTS, dtype)
-        if NORM_Q:
-            query = normalized(query, q_weight, Q, eps).to(tl.float32)
-        tl.store(q_ptr + row * Q + q, query.to(dtype), mask=q < Q)
-    else:
         c, pair = tl.arange(0, C), tl.arange(0, R // 2)
         kv_weight = tl.load(kv_weight_ptr + c)
         pdl.wait(PDL)
@@ -81,6 +72,15 @@ def latents_kernel(
         tl.store(cache_ptr + C + 2 * pair + 1, turned_odd)
         tl.store(rows_ptr + C + 2 * pair, turned_even)
         tl.store(rows_ptr + C + 2 * pair + 1, turned_odd)
+    else:
+        q = tl.arange(0, BLOCK_Q)
+        if NORM_Q:
+            q_weight = tl.load(q_weight_ptr + q, mask=q < Q, other=0.0)
+        pdl.wait(PDL)
+        query = sum_parts(parts_ptr, q, q < Q, stride, PARTS, dtype)
+        if NORM_Q:
+            query = normalized(query, q_weight, Q, eps).to(tl.float32)
+        tl.store(q_ptr + row * Q + q, query.to(dtype), mask=q < Q)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -142,14 +142,15 @@ def latents(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms the query latent, [T, Q]; norms and ropes the KV rows, [T, X], and writes them to their cache slots.
 
-    parts_PTW: float32 parts of x's product with [q_a | kv_a], W = Q + C + R. angles_TR: (cos, sin) of each pair.
+    parts_PTW: float32 parts of x's product with [q_a | kv_a], W = Q + C + R; Q may be 0. angles_TR: (cos, sin) of each
+    pair.
     """
     num_parts, num_rows, width = parts_PTW.shape
     width_c, width_r = kv_weight_C.shape[0], angles_TR.shape[1]
     width_q = width - width_c - width_r
     q_TQ = torch.empty(num_rows, width_q, dtype=kv_weight_C.dtype, device=parts_PTW.device)
     rows_TX = torch.empty(num_rows, cache.shape[-1], dtype=cache.dtype, device=parts_PTW.device)
-    latents_kernel[(num_rows, 2)](
+    latents_kernel[(num_rows, 2 if width_q else 1)](
         parts_PTW,
         q_weight_Q,
         kv_weight_C,
@@ -163,7 +164,7 @@ def latents(
         Q=width_q,
         C=width_c,
         R=width_r,
-        BLOCK_Q=triton.next_power_of_2(width_q),
+        BLOCK_Q=triton.next_power_of_2(max(width_q, 1)),
         NORM_Q=q_weight_Q is not None,
         PARTS=num_parts,
         num_warps=LATENT_WARPS,
@@ -243,6 +244,8 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     turned = {"q_ptr": "*bf16", "angles_ptr": "*fp32"} | dict.fromkeys(("H", "WIDTH", "N"), "i32")
     return [
         ("latents", latents_kernel, latent, widths | {"PARTS": 8}, {"num_warps": LATENT_WARPS}),
+        ("latents of keys alone", latents_kernel, latent,
+         widths | {"Q": 0, "BLOCK_Q": 1, "NORM_Q": False, "PARTS": 16}, {"num_warps": LATENT_WARPS}),
         *(
             (f"absorb {rows} rows", absorb_kernel, query,
              heads | {"ROWS": rows, "PARTS": 2}, {"num_warps": 4})

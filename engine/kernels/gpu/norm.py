@@ -58,13 +58,15 @@ def sum_parts_kernel(parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, X_STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
     pdl.wait(PDL)
-    x = tl.load(x_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * X_STRIDE + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + d, normalized(x, weight, D, eps), mask=inside)
 
 
@@ -132,13 +134,17 @@ def add_norm(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """[T, D] of rows that may lie apart. Raises ValueError where a row's own numbers do."""
     num_rows, width = x_TD.shape
-    out_TD = torch.empty_like(x_TD)
+    if x_TD.stride(1) != 1:
+        raise ValueError("the numbers of a row lie apart; make them contiguous before the norm")
+    out_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     rms_norm_kernel[(num_rows,)](
         x_TD,
         weight_D,
         out_TD,
         eps,
+        X_STRIDE=x_TD.stride(0) if num_rows > 1 else width,
         D=width,
         BLOCK_D=triton.next_power_of_2(width),
         num_warps=WARPS,
@@ -160,7 +166,14 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         ("add_norm 1", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 1}, warps),
         ("add_norm 4", add_norm_kernel, rows | {"partial_ptr": "*fp32"}, row | {"PARTS": 4}, warps),
         ("add_norm 9", add_norm_kernel, rows | {"partial_ptr": "*bf16"}, row | {"PARTS": 9}, {"num_warps": 16}),
-        ("rms_norm", rms_norm_kernel, one, row, warps),
+        ("rms_norm", rms_norm_kernel, one, row | {"X_STRIDE": 7168}, warps),
+        (
+            "rms_norm of three layers",
+            rms_norm_kernel,
+            one,
+            {"X_STRIDE": 21504, "D": 21504, "BLOCK_D": 32768} | pdl_on,
+            warps,
+        ),
         (
             "sum_parts",
             sum_parts_kernel,

@@ -81,6 +81,22 @@ def test_latents(rows, parts, with_query_norm):
 
 
 @interpreted
+def test_latents_of_keys_alone():
+    small.check_latents(BENCH, 3, (0, 32, 16), 2, False)
+
+
+@interpreted
+def test_rows_that_lie_apart():
+    for rows in (1, 3, 20):
+        small.check_rows_that_lie_apart(BENCH, rows, 48)
+    columns = torch.zeros(4, 3, dtype=torch.float16).t()
+    with pytest.raises(ValueError, match="lie apart"):
+        small.dense.linear_parts(columns, columns, small.dense.Tile())
+    with pytest.raises(ValueError, match="lie apart"):
+        small.norm.rms_norm(columns, columns[0], 1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize(("rows", "heads", "parts"), [(1, 1, 1), (5, 3, 2), (17, 2, 1), (66, 2, 2)])
 def test_absorbed_queries(rows, heads, parts):
     small.check_absorb(BENCH, rows, heads, (32, 16, 128), parts)

@@ -1,0 +1,84 @@
+"""Attention by heads under Triton's interpreter, in a child process that has it switched on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.triton_interpreter import allow_scalar_arrays
+
+pytest.importorskip("triton")
+from engine.kernels.gpu import heads
+from tests.head_cases import check_rotate, check_store, expected_heads, head_case
+from tests.mla_cases import relative_error
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
+if INTERPRETED:
+    allow_scalar_arrays()
+# Not bfloat16, whose products the interpreter of Triton 3.6 takes of the bits as integers.
+SMALL = {"page": 16, "dtype": torch.float16}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "failed" not in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(2, 1, 32), (3, 3, 32), (4, 2, 64)])
+@pytest.mark.parametrize("max_splits", [2, 4])
+def test_any_lengths(shape, max_splits):
+    """No keys, one, a split's borders, splits of several tiles, as many splits as there may be."""
+    case = head_case([0, 1, 64, 65, 0, 150, 17], shape, **SMALL)
+    found = case.attend(max_splits=max_splits)
+    assert found.dtype == case.q_NHd.dtype and not found[[0, 4]].any()
+    assert relative_error(found, expected_heads(case)) < 1e-3
+
+
+@interpreted
+def test_a_row_has_the_same_bits_in_any_batch():
+    case = head_case([150, 40, 0, 129], (2, 1, 32), **SMALL)
+    whole = case.attend(max_splits=2)
+    for rows in (slice(0, 1), slice(3, 4), slice(1, 4)):
+        assert torch.equal(case.part(rows).attend(max_splits=2), whole[rows])
+
+
+@interpreted
+def test_keys_beyond_the_table_are_not_there():
+    case = head_case([64, 128], (2, 1, 32), **SMALL)
+    case.table_NB = case.table_NB[:, :8]
+    expected = case.attend()
+    case.seq_lens_N[1] += 70
+    assert torch.equal(case.attend(), expected)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "num_heads", "width"), [(1, 1, 32), (3, 5, 64), (2, 17, 128)])
+def test_turning_and_storing(rows, num_heads, width):
+    for dtype in (torch.float16, torch.float32):
+        check_rotate(rows, num_heads, width, dtype, "cpu")
+    check_store(rows, num_heads, width, torch.float16, "cpu")
+
+
+def test_shapes_without_a_kernel_are_refused():
+    cache, slots = torch.zeros(2, 16, 64), torch.zeros(3, dtype=torch.int64)
+    x = torch.zeros(3, 2, 48)
+    with pytest.raises(ValueError, match="width 48"):
+        heads.rotate_halves(x, torch.zeros(3, 48))
+    with pytest.raises(ValueError, match="lie apart"):
+        heads.rotate_halves(torch.zeros(3, 32, 2).transpose(1, 2), torch.zeros(3, 32))
+    with pytest.raises(ValueError, match="holds 64 numbers"):
+        heads.store_heads(cache, x, x, slots)
+    with pytest.raises(ValueError, match="multiple"):
+        heads.attend_heads(torch.zeros(3, 3, 32), torch.zeros(2, 16, 128), slots[:, None], slots.int(), 1.0)

@@ -1,0 +1,70 @@
+"""The kernels of a verify step under Triton's interpreter, in a child process that has it switched on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.triton_interpreter import allow_scalar_arrays
+
+pytest.importorskip("triton")
+from engine import verify as twin
+from engine.kernels.gpu import verify
+from tests.verify_cases import check_step, verify_case
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
+if INTERPRETED:
+    allow_scalar_arrays()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_under_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "failed" not in done.stdout
+
+
+@interpreted
+def test_random_steps():
+    """Among them every number of accepted guesses, matches beyond the width, places with and without a slot."""
+    results = [check_step(verify_case(seed)) for seed in range(14)]
+    assert {0, 1, 2} <= {int(n) for r in results for n in r["state accepted_S"]}
+    assert any((r["state matched_S"] > r["state accepted_S"]).any() for r in results)
+    assert any((r["seq_lens_N"] == 0).any() for r in results) and any((r["slots_M"] < 16).any() for r in results)
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "guesses"), [(1, 0), (1, 1), (1, 15), (2, 1), (4, 3), (16, 15)])
+def test_the_ends_of_widths_and_guesses(width, guesses):
+    for seed, count in ((1, 1), (2, 5)):
+        check_step(verify_case(seed, count, width, guesses))
+
+
+@interpreted
+def test_all_guesses_right_and_none():
+    case = verify_case(7, 3, 4, 6)
+    tokens_NW = case.tokens_M.view(3, 4)
+    case.requests.limits_N[:], case.requests.sources_N[:] = 40, -1
+    case.requests.guesses_NK[:, :4] = tokens_NW
+    case.requests.guesses_NK[1, 0] = -1
+    case.requests.guesses_NK[2, 3] += 1
+    results = check_step(case)
+    assert results["state matched_S"][:3].tolist() == [4, 0, 3] and results["last_N"].tolist() == [3, 4, 11]
+
+
+@interpreted
+def test_more_requests_than_a_program_moves_on():
+    case = verify_case(3, 70, 2, 1)
+    arguments = (case.requests.starts_N, (case.requests.limits_N > 0).int(), *case.requests[5:3:-1], case.block_size)
+    found, expected = verify.next_place(*arguments), twin.next_place(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert torch.unique(found[2]).numel() > 20
