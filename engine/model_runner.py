@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class ModelRunner:
         self.input_batch = InputBatch(BLOCK_SIZE, parallel.device, self.max_num_seqs, self.num_guesses)
         self.sampled = self.input_batch.sampled
         self.sampled_step = SampledStep(
-            self.sampled.state, BLOCK_SIZE, *_operations(parallel.device), self.drafter, self.draft_dispatcher
+            self.sampled.state, BLOCK_SIZE, *self._operations(), self.drafter, self.draft_dispatcher
         )
         self.shape_logits = LogitShaper(parallel.device)
         self.graphs: GraphRunner | None = None
@@ -72,6 +72,15 @@ class ModelRunner:
         parallel.meter.clear()
         if self.model.expert_counts is not None:
             self.model.expert_counts.zero_()
+
+    def _operations(self) -> tuple[Any, Any]:
+        """The modules of `greedy`, `draw` and of `verify_rows`, `accept`, `next_place`: kernels, or plain twins."""
+        if self.parallel.device.type == "cpu":
+            return sampling, verify
+        from engine.kernels.gpu import sample
+        from engine.kernels.gpu import verify as verify_kernels
+
+        return sample, verify_kernels
 
     @property
     def gathers_expert_counts(self) -> bool:
@@ -307,12 +316,3 @@ class ModelRunner:
 
 def _looks_at_logits(request: Request) -> bool:
     return request.params.shapes_logits or request.params.logprobs is not None
-
-
-def _operations(device: torch.device) -> tuple[ModuleType, ModuleType]:
-    """The modules of `greedy`, `draw` and of `verify_rows`, `accept`, `next_place`: kernels, or their plain twins."""
-    if device.type == "cpu":
-        return sampling, verify
-    from engine.kernels.gpu import sample
-
-    return sample, verify

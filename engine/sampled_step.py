@@ -9,8 +9,7 @@ K guesses.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,14 +34,14 @@ class Forwarded(NamedTuple):
 
 
 class SampledStep:
-    """sample_ops, verify_ops: the modules of `greedy`, `draw` and of `accept`, `next_place`, for the device."""
+    """sample_ops, verify_ops: what has `greedy`, `draw` and `verify_rows`, `accept`, `next_place` for the device."""
 
     def __init__(
         self,
         state: CommittedTokens,
         block_size: int,
-        sample_ops: ModuleType,
-        verify_ops: ModuleType,
+        sample_ops: Any,
+        verify_ops: Any,
         drafter: Drafter | None = None,
         dispatcher: TokenDispatcher | None = None,
     ):

@@ -16,10 +16,19 @@ from typing import NamedTuple
 
 import torch
 
-from engine.kernels.verify_rows import Accepted, VerifyRows
+from engine.kernels.verify_rows import NO_GUESS, Accepted, VerifyRows
 from engine.sampling import SamplingRows
 
-NO_GUESS = -1
+__all__ = [
+    "NO_GUESS",
+    "Accepted",
+    "CommittedTokens",
+    "StepRequests",
+    "VerifyRows",
+    "accept",
+    "next_place",
+    "verify_rows",
+]
 
 
 @dataclass

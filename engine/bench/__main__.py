@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "mla": ("engine.bench.mla", "attention of a layer on one rank"),
     "dense": ("engine.bench.dense", "the dense products of a layer on one rank"),
     "comm": ("engine.bench.comm", "rounds between ranks: collectives and dispatchers"),
+    "spec": ("engine.bench.spec", "speculation: accept lengths, and decoding with and without"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 

@@ -56,6 +56,7 @@ def build_runner(
     longest: int,
     max_num_seqs: int = 1,
     parallel: ParallelState | None = None,
+    runner_class: type[ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """The share with a cache of at least `num_blocks` blocks beside block 0, filled with random numbers.
 
@@ -65,6 +66,7 @@ def build_runner(
     if longest > model.max_position_embeddings:
         raise ConfigError(f"{longest} tokens are more than the model's {model.max_position_embeddings} positions.")
     numbers = model.num_hidden_layers * BLOCK_SIZE * (model.kv_lora_rank + model.qk_rope_head_dim)
+    numbers += 0 if files.draft is None else BLOCK_SIZE * 2 * model.hidden_size  # no draft's cache is wider than this
     block_bytes = numbers * getattr(torch, config.dtype).itemsize
     config = EngineConfig(
         **vars(config)
@@ -74,7 +76,7 @@ def build_runner(
             "max_num_seqs": max(max_num_seqs, -(-num_blocks * BLOCK_SIZE // longest)),
         }
     )
-    runner = ModelRunner(config, files, parallel or _alone(config))
+    runner = runner_class(config, files, parallel or _alone(config))
     generator = torch.Generator(runner.parallel.device).manual_seed(config.seed)
     runner.caches.normal_(generator=generator)
     return runner

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+NO_GUESS = -1
+
 
 class VerifyRows(NamedTuple):
     """token_ids_M, positions_M, slots_M int64; guesses_NK int64; starts_N int64; seq_lens_N int32, those of the last

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.pdl import launch_options, wait
-from engine.kernels.verify_rows import Accepted, VerifyRows
+from engine.kernels.verify_rows import NO_GUESS, Accepted, VerifyRows
 
 _PLACES = 64  # a program of the kernel that moves on by one
 # One binary whatever the table's width and the room of the state.
@@ -43,7 +43,7 @@ def _verify_rows(
     row_temperature_ptr, row_top_k_ptr, row_top_p_ptr, row_log_min_p_ptr, row_seeds_ptr, places_ptr,
     guess_stride, token_stride, state_guess_stride, table_stride, num_blocks,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, GUESSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    NO_GUESS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program n: everything of request n. ROWS and COLUMNS: powers of two not below WIDTH and GUESSES."""
     n = tl.program_id(0).to(tl.int64)
@@ -62,10 +62,12 @@ def _verify_rows(
     from_host = guesses_ptr + n * guess_stride
     guess = tl.load(from_state + column, mask=is_guess & pending, other=0)
     guess += tl.load(from_host + column, mask=is_guess & (source < 0), other=0)
+    guess = tl.where(start + 1 + column < limit, guess, NO_GUESS)
     tl.store(taken_guesses_ptr + n * GUESSES + column, guess, mask=is_guess)
     guessed = (w > 0) & is_row
     guess = tl.load(from_state + w - 1, mask=guessed & pending, other=0)
     guess += tl.load(from_host + w - 1, mask=guessed & (source < 0), other=0)
+    guess = tl.where(start + w < limit, guess, NO_GUESS)
     row_id = tl.where(w == 0, token, tl.maximum(guess, 0))
     position = tl.where(real, start + w, 0)
 
@@ -137,8 +139,8 @@ def verify_rows(requests, state, sampling_N, width: int, block_size: int) -> Ver
     """The rows of a step of `width` rows a request. Places of sampling_N are not looked at: a row's is position + 1.
 
     requests, state, sampling_N: as engine.verify's StepRequests and CommittedTokens, and sampling.SamplingRows, whose
-    tensors are contiguous; rows of guesses, table and state may lie apart. Rows of a padding request: token 0 at
-    position 0, slot 0, temperature 0. A missing guess is token 0.
+    tensors are contiguous; rows of guesses, table and state may lie apart. Guesses of positions without a slot are
+    none, and a missing guess is token 0. Rows of a padding request: token 0 at position 0, slot 0, temperature 0.
     """
     count, guesses = requests.guesses_NK.shape
     device = requests.token_ids_N.device
@@ -159,7 +161,8 @@ def verify_rows(requests, state, sampling_N, width: int, block_size: int) -> Ver
         requests.guesses_NK.stride(0), state.tokens_SW.stride(0), state.guesses_SK.stride(0),
         requests.table_NB.stride(0), requests.table_NB.shape[1],
         WIDTH=width, ROWS=triton.next_power_of_2(width), GUESSES=guesses,
-        COLUMNS=triton.next_power_of_2(max(guesses, 1)), BLOCK_SIZE=block_size, num_warps=1, **launch_options(device),
+        COLUMNS=triton.next_power_of_2(max(guesses, 1)), BLOCK_SIZE=block_size,
+        NO_GUESS=NO_GUESS, num_warps=1, **launch_options(device),
     )  # fmt: skip
     names = ("temperature", "top_k", "top_p", "log_min_p", "seeds")
     sampling = replace(sampling_N, **dict(zip(names, rows, strict=True)), places=places_M)
@@ -225,6 +228,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     for width, guesses in ((1, 0), (1, 3), (4, 3), (16, 15)):
         rows = {"WIDTH": width, "ROWS": triton.next_power_of_2(width)} | pdl
         columns = {"GUESSES": guesses, "COLUMNS": triton.next_power_of_2(max(guesses, 1)), "BLOCK_SIZE": 64}
+        columns |= {"NO_GUESS": NO_GUESS}
         cases.append((f"verify_rows {width} of {guesses}", _verify_rows, kinds, rows | columns, warps))
         cases.append((f"accept {width} of {guesses}", _accept, kinds, rows | {"COMPARED": min(width, guesses)}, warps))
     places = {"BLOCK_SIZE": 64, "PLACES": _PLACES} | pdl
