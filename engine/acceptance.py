@@ -56,24 +56,30 @@ class AcceptanceRates:
         """`rarely`: the observation before was many steps ago, so this one counts about as much as all before."""
         num_positions = self.num_positions
         stopped, failed = [0] * (num_positions + 1), [0] * (num_positions + 1)
-        for outcome in outcomes:
-            compared, matched = min(outcome.compared, num_positions), outcome.matched
+        find = self._requests.get
+        for request_id, _, _, compared, matched in outcomes:
             if not compared:
                 continue
-            of_request = self._requests.get(outcome.request_id) or self._new(outcome.request_id)
+            of_request = find(request_id) or self._new(request_id)
             rates, weights = of_request.rates, of_request.weights
             if rarely:
                 weights[0] = min(weights[0], _RARE_WEIGHT)
+            if compared > num_positions:
+                compared = num_positions
             if matched < compared:
                 failed[matched] += 1
-                weights[matched] = weight = min(weights[matched] + 1.0, _MEMORY)
+                weight = weights[matched] + 1.0
                 rates[matched] -= rates[matched] / weight
+                if weight <= _MEMORY:
+                    weights[matched] = weight
             else:
                 matched = compared
             stopped[matched] += 1
             for position in range(matched):
-                weights[position] = weight = min(weights[position] + 1.0, _MEMORY)
+                weight = weights[position] + 1.0
                 rates[position] += (1.0 - rates[position]) / weight
+                if weight <= _MEMORY:
+                    weights[position] = weight
         self._observe_usual(stopped, failed, rarely)
 
     def _observe_usual(self, stopped: list[int], failed: list[int], rarely: bool) -> None:

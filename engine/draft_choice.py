@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.acceptance import AcceptanceRates, GuessOutcome
+from engine.stats import DraftChoiceStats
 from engine.step_costs import MIN_SAMPLES, StepCosts
 
 _START_GAIN = 1.03  # a choice is left for another only if that is better by this factor
@@ -147,6 +148,13 @@ class DraftChoice:
         if self._repeats and compared and sum(compared) / len(compared) > self.rates.usual[0] + _SURPRISE:
             self._repeats -= 1
             self._again = True
+
+    def shown(self) -> dict[int, DraftChoiceStats]:
+        """The last plan of each bucket."""
+        return {
+            bucket: DraftChoiceStats(plan.num_verify, plan.code, plan.reason)
+            for bucket, plan in sorted(self.plans.items())
+        }
 
     def forget(self, request_id: str) -> None:
         """A request ended; its id may be used again."""
