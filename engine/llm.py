@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from engine.config import ConfigError, EngineConfig
@@ -21,6 +21,7 @@ from engine.request import (
     CompletionOutput,
     EngineDeadError,
     InvalidRequestError,
+    RequestMetrics,
     RequestOutput,
     SamplingParams,
     completion_delta_from_dict,
@@ -269,8 +270,17 @@ def _take(output: RequestOutput, delta: CompletionDelta) -> None:
         output.prompt_logprobs = delta.prompt_logprobs
     if delta.finish_reason is not None:
         answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.metrics is not None and delta.metrics.decode_time >= output.metrics.decode_time:
-            output.metrics = delta.metrics
+        if delta.metrics is not None:
+            output.metrics = _both(output.metrics, delta.metrics)
+
+
+def _both(before: RequestMetrics, answer: RequestMetrics) -> RequestMetrics:
+    """Of a request with one more answer: the times of the longest, the guesses of all."""
+    return replace(
+        answer if answer.decode_time >= before.decode_time else before,
+        num_draft_tokens=before.num_draft_tokens + answer.num_draft_tokens,
+        num_accepted_tokens=before.num_accepted_tokens + answer.num_accepted_tokens,
+    )
 
 
 def _as_list(prompts: Prompt | list[str] | list[list[int]]) -> list[Prompt]:

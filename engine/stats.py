@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from engine.acceptance import GuessOutcome
+
 FINISH_REASONS = ("stop", "length", "abort")
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -55,12 +57,80 @@ class AnswerStats:
 
 
 @dataclass(frozen=True)
+class DraftChoiceStats:
+    """How many guesses the last step of a bucket verified; why: a short code, and a sentence for people."""
+
+    num_drafts: int
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SpeculationSnapshot:
+    """Counts of guesses. num_drafts: chains verified, one for each request that had guesses in a verify step.
+
+    num_draft_tokens: guesses verified, num_accepted_tokens: of them. num_proposed_tokens: guesses made, those never
+    verified with them. num_accepted_by_position[i]: guesses accepted at place i of a chain. accept_length: tokens that
+    a chain's step committed, its own token included. choices by bucket; step_seconds by bucket and number of guesses.
+    """
+
+    num_verify_steps: int
+    num_drafts: int
+    num_proposed_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_by_position: tuple[int, ...]
+    accept_length: Distribution
+    choices: Mapping[int, DraftChoiceStats] = field(default_factory=dict)
+    step_seconds: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+
+class SpeculationStats:
+    """Counts what became of guesses; at most `num_draft_tokens` in a chain."""
+
+    def __init__(self, num_draft_tokens: int):
+        self._num_verify_steps = self._num_proposed = self._num_verified = 0
+        self._num_chains = [0] * (num_draft_tokens + 1)  # by guesses accepted
+
+    def observe(self, num_requests: int, num_verify: int, num_propose: int, outcomes: Iterable[GuessOutcome]) -> None:
+        """A decode step of so many requests; outcomes of those that were live when it was read."""
+        self._num_proposed += num_requests * num_propose
+        if not num_verify:
+            return
+        self._num_verify_steps += 1
+        for outcome in outcomes:
+            if outcome.verified:
+                self._num_verified += outcome.verified
+                self._num_chains[outcome.accepted] += 1
+
+    def snapshot(
+        self,
+        choices: Mapping[int, DraftChoiceStats] | None = None,
+        step_seconds: Mapping[int, Mapping[int, float]] | None = None,
+    ) -> SpeculationSnapshot:
+        chains = tuple(self._num_chains)
+        accepted = sum(count * length for length, count in enumerate(chains))
+        lengths = Distribution(tuple(map(float, range(1, len(chains) + 1))), (*chains, 0), accepted + sum(chains))
+        return SpeculationSnapshot(
+            num_verify_steps=self._num_verify_steps,
+            num_drafts=sum(chains),
+            num_proposed_tokens=self._num_proposed,
+            num_draft_tokens=self._num_verified,
+            num_accepted_tokens=accepted,
+            num_accepted_by_position=tuple(sum(chains[i:]) for i in range(1, len(chains))),
+            accept_length=lengths,
+            choices=dict(choices or {}),
+            step_seconds=dict(step_seconds or {}),
+        )
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot. Counts run from the start; usage is the share of KV blocks in use, 0 to 1.
 
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
-    `DispatcherChoice.report` gives it.
+    `DispatcherChoice.report` gives it. speculation: None without a draft.
     """
 
     num_running: int
@@ -78,3 +148,4 @@ class EngineStats:
     comm_bytes: Mapping[str, int]
     comm_seconds: Mapping[str, float]
     comm_choice: Mapping[str, Mapping]
+    speculation: SpeculationSnapshot | None = None

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from engine.expert_load import ExpertLoad
 from engine.server.context import ServerContext
 from engine.server.info import EXPERT_LOAD_SECONDS
-from engine.stats import Distribution, EngineStats
+from engine.stats import Distribution, EngineStats, SpeculationSnapshot
 
 PREFIX = "turnout_"
 
@@ -127,6 +127,53 @@ def _dispatchers(stats: EngineStats) -> Iterator[Metric]:
         yield latencies
 
 
+def _speculation(stats: EngineStats) -> Iterator[Metric]:
+    """Absent without a draft."""
+    spec = stats.speculation
+    if spec is None:
+        return
+    for name, help_text, value in (
+        ("verify_steps", "Decode steps that verified guesses.", spec.num_verify_steps),
+        ("num_drafts", "Chains of guesses verified, one for each request in a verify step.", spec.num_drafts),
+        ("num_proposed_tokens", "Guesses made, those never verified with them.", spec.num_proposed_tokens),
+        ("num_draft_tokens", "Guesses verified.", spec.num_draft_tokens),
+        ("num_accepted_tokens", "Guesses accepted.", spec.num_accepted_tokens),
+    ):
+        yield _counter(f"spec_decode_{name}", help_text, value)
+    by_position = CounterMetricFamily(
+        f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+        "Guesses accepted, by their place in the chain.",
+        labels=["position"],
+    )
+    for position, count in enumerate(spec.num_accepted_by_position):
+        by_position.add_metric([str(position)], count)
+    yield by_position
+    yield _histogram(
+        "spec_decode_accept_length", "Tokens that a verify step committed for a request.", spec.accept_length
+    )
+    yield from _draft_choices(spec)
+
+
+def _draft_choices(spec: SpeculationSnapshot) -> Iterator[Metric]:
+    """How many guesses are verified now, and why; what steps cost."""
+    info = InfoMetricFamily(
+        f"{PREFIX}spec_decode_choice",
+        "Guesses that the last step of up to so many requests verified, and why.",
+        labels=["bucket", "num_drafts", "reason"],
+    )
+    for bucket, choice in spec.choices.items():
+        info.add_metric([str(bucket), str(choice.num_drafts), choice.code], {})
+    costs = GaugeMetricFamily(
+        f"{PREFIX}spec_decode_step_seconds",
+        "Seconds of a steady decode step of up to so many requests that verifies so many guesses and makes as many.",
+        labels=["bucket", "num_drafts"],
+    )
+    for bucket, by_drafts in spec.step_seconds.items():
+        for num_drafts, seconds in by_drafts.items():
+            costs.add_metric([str(bucket), str(num_drafts)], seconds)
+    yield from (family for family in (info, costs) if family.samples)
+
+
 def _experts(load: ExpertLoad) -> Iterator[Metric]:
     if load.rank_imbalance_ratio is not None:
         yield _gauge(
@@ -136,7 +183,7 @@ def _experts(load: ExpertLoad) -> Iterator[Metric]:
         )
 
 
-_GROUPS = (_requests, _work, _latencies, _communication, _dispatchers)
+_GROUPS = (_requests, _work, _latencies, _communication, _dispatchers, _speculation)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -28,6 +28,8 @@ class PromptTokensDetails(ResponseModel):
 
 class CompletionTokensDetails(ResponseModel):
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(ResponseModel):

@@ -1,7 +1,9 @@
 """Token counts, the same in streams and single answers.
 
 `completion_tokens` counts every id the model generated, the end token included, over all choices. `prompt_tokens`
-counts each prompt once. `reasoning_tokens` runs up to and including `</think>`.
+counts each prompt once. `reasoning_tokens` runs up to and including `</think>`. The prediction tokens are the draft
+model's guesses that were verified, over all choices; a choice's are known when it ends. Accepted ones are also among
+`completion_tokens`, rejected ones are not: nobody asked for them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ class UsageCounter:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self._cached: dict[str, int] = defaultdict(int)
 
     def push(self, delta: CompletionDelta) -> None:
@@ -24,6 +27,8 @@ class UsageCounter:
         if delta.metrics is not None:
             seen = self._cached[delta.request_id]
             self._cached[delta.request_id] = max(seen, delta.metrics.num_cached_tokens)
+            self.num_draft_tokens += delta.metrics.num_draft_tokens
+            self.num_accepted_tokens += delta.metrics.num_accepted_tokens
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -31,5 +36,9 @@ class UsageCounter:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning_tokens,
+                "accepted_prediction_tokens": self.num_accepted_tokens,
+                "rejected_prediction_tokens": self.num_draft_tokens - self.num_accepted_tokens,
+            },
         }

@@ -13,7 +13,15 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.config import ConfigError
-from engine.request import EngineDeadError, InvalidRequestError
+from engine.llm import _take
+from engine.request import (
+    CompletionDelta,
+    CompletionOutput,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestMetrics,
+    RequestOutput,
+)
 from tests.checkpoints import SMALL, build_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -311,3 +319,12 @@ def test_long_stop_strings_are_refused():
     assert SamplingParams(stop="x" * 1000).stop == ["x" * 1000]
     with pytest.raises(InvalidRequestError, match="stop"):
         SamplingParams(stop=["fine", "x" * 1001])
+
+
+def test_metrics_of_several_answers_are_the_longest_times_and_all_guesses():
+    output = RequestOutput("r", None, [1], outputs=[CompletionOutput(i) for i in range(3)])
+    answers = [RequestMetrics(0.1, 1.0, 9, 4, 2), RequestMetrics(0.2, 3.0, 6, 6, 2), RequestMetrics(0.3, 2.0, 1, 0, 2)]
+    for index, metrics in enumerate(answers):
+        _take(output, CompletionDelta("r", index, "", [], finish_reason="length", metrics=metrics))
+    assert output.metrics == RequestMetrics(0.2, 3.0, 16, 10, 2)
+    assert answers[1] == RequestMetrics(0.2, 3.0, 6, 6, 2), "each answer's own stay"

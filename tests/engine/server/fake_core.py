@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.comm.meter import KINDS
 from engine.request import CompletionDelta, InvalidRequestError, Logprob, RequestMetrics, SamplingParams
-from engine.stats import AnswerStats, EngineStats
+from engine.stats import AnswerStats, EngineStats, SpeculationSnapshot
 from engine.tokenizer import IncrementalDecoder
 
 
@@ -46,6 +46,8 @@ class FakeCore:
     gate: threading.Semaphore | None = None
     fail_at: int | None = None
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.vocab_size = self.tokenizer.vocab_size
@@ -59,6 +61,7 @@ class FakeCore:
         self.threads: set[int] = set()
         self.failure: str | None = None
         self.comm_choice: dict = {}
+        self.speculation: SpeculationSnapshot | None = None
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.threads.add(threading.get_ident())
@@ -107,7 +110,7 @@ class FakeCore:
         return EngineStats(
             len(self.running), 0, 0.0, 0, self.num_steps, 0, 0, answers.finished,
             answers.time_to_first_token.snapshot(), answers.inter_token_latency.snapshot(),
-            answers.e2e_latency.snapshot(), kinds, kinds, {}, self.comm_choice,
+            answers.e2e_latency.snapshot(), kinds, kinds, {}, self.comm_choice, self.speculation,
         )  # fmt: skip
 
     counts_experts = False
@@ -153,7 +156,9 @@ class FakeCore:
         logprobs = None
         if params.logprobs is not None:
             logprobs = [self._logprobs(token, params.logprobs) for token in token_ids]
-        metrics = RequestMetrics(num_cached_tokens=self.num_cached_tokens) if reason else None
+        metrics = None
+        if reason is not None:
+            metrics = RequestMetrics(0.0, 0.0, self.num_draft_tokens, self.num_accepted_tokens, self.num_cached_tokens)
         return CompletionDelta(
             sequence.request_id,
             sequence.index,

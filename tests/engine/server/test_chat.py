@@ -71,7 +71,7 @@ def test_thinking_off_gives_content_alone(server):
     for script in ("42", "no </think> split"):
         message, _, usage = both(server, script, **NO_THINKING)
         assert message["content"] == script and "reasoning_content" not in message
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+        assert set(usage["completion_tokens_details"].values()) == {0}
     message, _, _ = both(server, "", **NO_THINKING)
     assert message["content"] == ""
 
@@ -186,6 +186,22 @@ def test_cached_tokens_are_reported_also_when_zero(server):
     assert server.chat()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     server.core.num_cached_tokens = 4
     assert server.chat(n=2)["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_guesses_are_reported_also_when_there_are_none(server):
+    """Of all answers together, streamed or not; those accepted are completion tokens as well."""
+    details = server.chat()["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
+    server.core.num_draft_tokens, server.core.num_accepted_tokens = 9, 5
+    for n in (1, 2):
+        usage = server.chat(n=n)["usage"]
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == 5 * n and details["rejected_prediction_tokens"] == 4 * n
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        chunks = server.chat_chunks(n=n, stream_options={"include_usage": True})
+        assert chunks[-1]["usage"] == usage
+    answer = server.openai().chat.completions.create(model="tiny", messages=HI)
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 4
 
 
 def tail(server: RunningServer) -> str:

@@ -34,6 +34,19 @@ def test_prompt_forms_and_choice_numbers(server, prompt, prompts):
     assert chunks[-1]["usage"] == answer["usage"] and chunks[-1]["choices"] == []
 
 
+def test_guesses_of_all_answers_are_reported(server):
+    server.core.num_draft_tokens, server.core.num_accepted_tokens = 7, 7
+    answer = server.complete(prompt=["a", "b"], n=2)
+    details = answer["usage"]["completion_tokens_details"]
+    assert details == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 28,
+        "rejected_prediction_tokens": 0,
+    }
+    chunks = server.completion_chunks(prompt=["a", "b"], n=2, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
 def test_default_budget_and_the_context(server):
     server.core.default_script = emit("x" * 300)
     answer = server.complete()

@@ -11,11 +11,13 @@ import pytest
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.acceptance import GuessOutcome
 from engine.comm.meter import KINDS
 from engine.config import EngineConfig
 from engine.launch import start_engine
 from engine.request import EngineDeadError
 from engine.server.client import EngineClient
+from engine.stats import DraftChoiceStats, SpeculationStats
 from tests.engine.server.harness import HI, error_of, make_core, request_bytes, serving
 from tests.processes import until
 
@@ -158,6 +160,39 @@ def test_what_was_measured_at_start_is_shown():
     }
     times = {labels: value for (n, labels), value in found.items() if n == "turnout_moe_comm_microseconds"}
     assert times[("dispatcher", "allreduce"), ("rows", "1")] == 24.0 and len(times) == 3
+
+
+def test_speculation_is_shown_where_there_is_a_draft():
+    counts = SpeculationStats(3)
+    for accepted in (3, 0, 2):
+        counts.observe(1, 3, 3, [GuessOutcome("a", 3, accepted, 3, accepted)])
+    choices = {
+        1: DraftChoiceStats(3, "gain", "k=3: 2.41 tokens in 1.62 plain steps"),
+        8: DraftChoiceStats(0, "plain", "plain: k=1 would give 0.93x"),
+    }
+    core = make_core()
+    with serving(core) as running:
+        assert not any("spec_decode" in name for name in families(running)), "no draft"
+        core.speculation = counts.snapshot(choices, {1: {0: 0.01, 3: 0.0162}})
+        found = families(running)
+        samples = values(running)
+    prefix = "turnout_spec_decode_"
+    counters = {name for name, family in found.items() if family.type == "counter" and name.startswith(prefix)}
+    assert {f"{prefix}{name}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")} < counters
+    assert samples[f"{prefix}verify_steps_total", ()] == samples[f"{prefix}num_drafts_total", ()] == 3
+    assert samples[f"{prefix}num_proposed_tokens_total", ()] == samples[f"{prefix}num_draft_tokens_total", ()] == 9
+    assert samples[f"{prefix}num_accepted_tokens_total", ()] == 5
+    name = f"{prefix}num_accepted_tokens_per_pos_total"
+    assert [samples[name, (("position", str(i)),)] for i in range(3)] == [2, 2, 1]
+    name = f"{prefix}accept_length"
+    lengths = [samples[f"{name}_bucket", (("le", le),)] for le in ("1.0", "2.0", "3.0", "4.0", "+Inf")]
+    assert lengths == [1, 1, 2, 3, 3] and samples[f"{name}_sum", ()] == 8 and samples[f"{name}_count", ()] == 3
+    shown = [sample.labels for sample in found[f"{prefix}choice_info"].samples]
+    assert shown == [
+        {"bucket": "1", "num_drafts": "3", "reason": "gain"},
+        {"bucket": "8", "num_drafts": "0", "reason": "plain"},
+    ]
+    assert samples[f"{prefix}step_seconds", (("bucket", "1"), ("num_drafts", "3"))] == 0.0162
 
 
 def test_a_key_is_asked_for_and_only_get_is_served():
