@@ -28,6 +28,7 @@ from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, Scheduler, SchedulerOutput
+from engine.speculation import Speculation
 from engine.stats import EngineStats
 from engine.step_output import ModelRunnerOutput
 
@@ -144,6 +145,7 @@ class EngineCore:
         self.max_model_len = runner.max_model_len
         self.vocab_size = files.model_config.vocab_size
         self.replica = Replica(config, runner, runner.overlaps)
+        self._speculation = Speculation(runner, config.adaptive_draft_tokens) if runner.num_guesses else None
         self._eos_token_ids = files.eos_token_ids
         self._control = control
         self._on_shutdown = on_shutdown
@@ -219,6 +221,8 @@ class EngineCore:
         self._new, self._finish, self._aborted = [], [], []
         try:
             output, result = self._lead_step(new, finish)
+            if self._speculation is not None:
+                self._speculation.observe(output, result)
             deltas += self._outputs.process(output, result)
         except Exception as error:
             # A collective that broke because a rank died is not the cause; the rank's own word arrives a moment later.
@@ -232,12 +236,14 @@ class EngineCore:
                 self._fail("a step was interrupted, so the ranks no longer agree; start a new engine.")
             raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
+        if self._speculation is not None and not self.has_unfinished():
+            self._speculation.pause()
         self._num_generated_tokens += sum(len(delta.token_ids) for delta in deltas)
         return deltas
 
     def _lead_step(self, new: list[Request], finish: list[list[Any]]) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """The step of all ranks; the watch over it never makes it wait."""
-        plan = self._plan()
+        plan = self._plan(new)
         if self._control is None:
             self.replica.apply(new, finish)
             return self.replica.step(plan)
@@ -251,10 +257,9 @@ class EngineCore:
             self._control.end_step(digest)
         return output, result
 
-    def _plan(self) -> GuessPlan:
+    def _plan(self, new: list[Request]) -> GuessPlan:
         """How much the next step guesses; what it depends on is known to rank 0 alone."""
-        count = self.replica.runner.num_guesses
-        return GuessPlan(count, count)
+        return NO_GUESSES if self._speculation is None else self._speculation.plan(self.replica.scheduler.running, new)
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
@@ -280,6 +285,7 @@ class EngineCore:
             comm_bytes=dict(meter.bytes),
             comm_seconds=dict(meter.seconds),
             comm_choice=runner.comm_choice(),
+            speculation=None if self._speculation is None else self._speculation.snapshot(),
         )
 
     @property

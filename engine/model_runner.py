@@ -174,6 +174,13 @@ class ModelRunner:
         buffer = torch.empty(shape, dtype=torch.float32, device=self.parallel.device)
         return DecodeStep(self.model, self.sampled_step, self.dispatchers.for_rows, self.caches, buffer)
 
+    def verifiable(self, num_requests: int) -> list[int]:
+        """How many guesses of each of so many requests a step may verify, none included."""
+        if self.graphs is not None and self.graphs.choose(num_requests) is not None:
+            return self.graphs.num_verify(num_requests)
+        most = min(self.max_verify_rows(), self.config.max_num_batched_tokens) // num_requests - 1
+        return list(range(max(min(most, self.num_guesses), 0) + 1))
+
     def replays(self, num_requests: int) -> bool:
         """Whether decodes of so many requests run as a graph, which needs no word of the host of where they start."""
         return self.graphs is not None and self.graphs.choose(num_requests) is not None

@@ -13,7 +13,7 @@ from engine.request import Request
 class ScheduledRequest(NamedTuple):
     """Tokens [start, start + num_tokens) of one request. `samples` where they reach its last token at that time; then
     up to num_guesses guesses of the tokens after it are verified. While a step before is in flight, `start` is the
-    least that it can be: that step's accepted guesses come on top.
+    least that it can be: that step's accepted guesses come on top. num_known: guesses that the request has.
     """
 
     request: Request
@@ -21,11 +21,15 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int
     samples: bool
     num_guesses: int = 0
+    num_known: int = 0
 
     @classmethod
-    def next_of(cls, request: Request, num_tokens: int, num_guesses: int = 0) -> ScheduledRequest:
+    def next_of(
+        cls, request: Request, num_tokens: int, num_guesses: int = 0, num_known: int | None = None
+    ) -> ScheduledRequest:
         start = request.num_computed_tokens
-        return cls(request, start, num_tokens, start + num_tokens == request.num_tokens, num_guesses)
+        samples = start + num_tokens == request.num_tokens
+        return cls(request, start, num_tokens, samples, num_guesses, num_guesses if num_known is None else num_known)
 
     @property
     def stop(self) -> int:
@@ -146,8 +150,10 @@ class Scheduler:
         decoding = [r for r in decoding[:budget] if self._make_room(r, r.num_computed_tokens + 1, output)]
         spare = budget - len(decoding)
         for request in decoding:
-            num_guesses = 0 if output.num_preempted else self._num_guesses(request, output.plan, spare)
-            output.scheduled.append(ScheduledRequest.next_of(request, 1, num_guesses))
+            known = request.num_guessed if request.num_pending else len(request.guess_ids)
+            most = 0 if output.num_preempted else min(output.plan.num_verify, known, spare)
+            num_guesses = self._num_guesses(request, most, output.plan)
+            output.scheduled.append(ScheduledRequest.next_of(request, 1, num_guesses, known))
             spare -= num_guesses
         budget = spare
         for request in prefilling:
@@ -157,13 +163,11 @@ class Scheduler:
                 budget -= num_tokens
         return budget
 
-    def _num_guesses(self, request: Request, plan: GuessPlan, spare: int) -> int:
+    def _num_guesses(self, request: Request, most: int, plan: GuessPlan) -> int:
         """Guesses to verify, and blocks for them and for the draft's own chain after them, if there are some left.
 
         Without these blocks guesses beyond the last one are not accepted, so nothing of it can be wrong."""
-        known = request.num_guessed if request.num_pending else len(request.guess_ids)
-        left = request.max_tokens - request.num_output_tokens - 1
-        count = max(min(plan.num_verify, known, spare, left), 0)
+        count = max(min(most, request.max_tokens - request.num_output_tokens - 1), 0)
         ahead = request.num_pending_guesses + count + max(plan.num_propose - 1, 0)
         self.kv_cache.grow(request, min(request.num_computed_tokens + 1 + ahead, request.longest))
         return count
