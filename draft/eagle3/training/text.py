@@ -82,7 +82,7 @@ class Writing:
     greedy_share: float = 0.75
     temperatures: tuple[float, float] = (0.7, 1.0)
     seconds: float = 90.0
-    max_tokens: int = 16_000_000
+    max_tokens: int = 20_000_000
 
 
 def write_text(

@@ -61,7 +61,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--write-batch", type=int, default=4096)
     parser.add_argument("--max-prompts", type=int, help="training prompts; all by default")
     parser.add_argument("--max-held-out", type=int, help="held-out prompts; all by default")
-    parser.add_argument("--max-tokens", type=int, default=16_000_000, help="of prompts and answers, as memory allows")
+    parser.add_argument("--max-tokens", type=int, default=20_000_000, help="of prompts and answers, as memory allows")
     parser.add_argument("--batch-tokens", type=int, default=32768)
     parser.add_argument("--max-updates", type=int)
     parser.add_argument("--steps", type=int, default=5)
