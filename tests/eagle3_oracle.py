@@ -1,6 +1,6 @@
-"""EAGLE-3's formulas for one whole sequence, in float32, from a directory of `tests.drafts`, with no code of the engine.
+"""EAGLE-3's formulas for one whole sequence, in float32, from a directory of `tests.drafts`; no code of the engine.
 
-No cache, no ranks. Every row is computed anew for every guess, keys and values are expanded, rotary angles are looped over.
+No cache and no ranks: every row is computed anew for every guess, keys and values are expanded, angles looped over.
 
 Shape letters: L rows of the sequence so far, F features, D draft width, H heads, d width of a head.
 """

@@ -16,9 +16,12 @@ from engine.comm.dispatcher import DispatchLimits, build
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.embedding import Embedding, LMHead
+from tests.drafts import DraftShape
 from tests.mla_layer import BLOCK, batch_of
 
 HIDDEN, VOCABULARY, LAYERS = 32, 96, 8
+MLA = DraftShape("mla", HIDDEN, VOCABULARY, 48, 4, 24, 16, 8, 8, 12, has_embedding=True)
+LLAMA = DraftShape("llama", HIDDEN, VOCABULARY, 48, 4, num_kv_heads=2, head_dim=16, prefix="layers.0.")
 TABLE = [[5, 2, 9, 1], [3, 7, 4, 8]]
 LENGTHS = (11, 6)
 NUM_BLOCKS = 10
@@ -35,12 +38,11 @@ def load(directory: Path, parallel: ParallelState | None = None, **settings) -> 
     """`settings` replace arguments of the loader: kernels, layer_id_offset, dummy_seed, target."""
     parallel, kernels = parallel or ParallelState(), settings.pop("kernels", None) or ReferenceKernels()
     target = settings.pop("target", TargetShape(HIDDEN, VOCABULARY, LAYERS))
-    shards = []
-    for kind, weight in zip((Embedding, LMHead), target_weights(target.hidden_size, target.vocab_size), strict=True):
-        shard = kind(target.vocab_size, target.hidden_size, parallel, torch.float32, kernels)
-        if parallel.device.type != "meta":
+    size = (target.vocab_size, target.hidden_size)
+    shards = [kind(*size, parallel, torch.float32, kernels) for kind in (Embedding, LMHead)]
+    if parallel.device.type != "meta":
+        for shard, weight in zip(shards, target_weights(target.hidden_size, target.vocab_size), strict=True):
             shard.weight[: shard.stop - shard.start] = weight[shard.start : shard.stop]
-        shards.append(shard)
     entry = draft.find(json.loads((directory / "config.json").read_text()))
     return entry.load(
         directory,

@@ -41,6 +41,8 @@ class VocabularyMap:
         ids = torch.arange(self.draft_vocab_size) + offsets
         if not self.is_identity and not offsets.any():
             raise ValueError("is all zero, but the draft's vocabulary is reduced; export the draft again.")
+        if not self.is_identity and torch.equal(offsets, torch.arange(self.draft_vocab_size)):
+            raise ValueError("counts 0, 1, 2, ..., which some exports write for no table; export the draft again.")
         if ids[0] < 0 or ids[-1] >= self.vocab_size or not (ids[1:] > ids[:-1]).all():
             raise ValueError(
                 f"does not lead to growing ids below {self.vocab_size}; it must hold target id minus draft id."

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from draft.base import TargetShape
-from draft.eagle3.config import Eagle3Config, FullHeads, LatentHeads
+from draft.eagle3.config import Eagle3Config, FullHeads
 from draft.eagle3.drafter import Eagle3Drafter
 from draft.eagle3.model import Eagle3Model
 from draft.eagle3.spellings import names_in_file
@@ -20,6 +20,7 @@ from engine.layers.embedding import Embedding, LMHead
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
 
+GPU_HEAD_DIMS = (32, 64, 128)
 PASSED_OVER = ("midlayer.self_attn.rotary_emb.inv_freq",)  # some exports hold what the config says already
 
 
@@ -97,12 +98,16 @@ def _head(model: Eagle3Model, embed: Embedding, lm_head: LMHead) -> LMHead:
 
 
 def _check_head_widths(config: Eagle3Config) -> None:
-    names = {
-        LatentHeads: ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        FullHeads: ("head_dim",),
-    }
-    for name in names[type(config.heads)]:
-        width = getattr(config.heads, name)
+    heads = config.heads
+    if isinstance(heads, FullHeads):
+        if heads.head_dim not in GPU_HEAD_DIMS:
+            raise ValueError(
+                f"the draft's head_dim={heads.head_dim} is none of {', '.join(map(str, GPU_HEAD_DIMS))}, as bfloat16 "
+                "on a GPU needs; use dtype float32."
+            )
+        return
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        width = getattr(heads, name)
         if width & (width - 1) or width < 16:
             raise ValueError(
                 f"the draft's {name}={width} is no power of two from 16 on, as bfloat16 on a GPU needs; use dtype "

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from draft.base import DraftRows
-from tests.drafts import DraftShape, write_draft
+from tests.drafts import write_draft
 from tests.eagle3_oracle import Oracle
-from tests.eagle3_runs import HIDDEN, LENGTHS, VOCABULARY, Run, load, target_weights, texts
+from tests.eagle3_runs import HIDDEN, LENGTHS, LLAMA, MLA, VOCABULARY, Run, load, target_weights, texts
 
-MLA = DraftShape("mla", HIDDEN, VOCABULARY, 48, 4, 24, 16, 8, 8, 12, has_embedding=True)
-LLAMA = DraftShape("llama", HIDDEN, VOCABULARY, 48, 4, num_kv_heads=2, head_dim=16, prefix="layers.0.")
 YARN = {
     "type": "yarn",
     "factor": 8.0,
