@@ -14,6 +14,7 @@ from typing import NamedTuple
 GUESS_COST = 0.22  # of a plain step, for each guess verified and made; before anything is measured
 _LEAST_GUESS_COST = 0.06  # about what making a guess costs alone
 _MOST_GUESS_COST = 1.0  # a row more is at most one more plain step
+_SHORTEST, _LONGEST = 1e-6, 1e3  # seconds of a step that a clock may give
 MIN_SAMPLES = 3  # a hiccup among them does not count
 _WINDOW = 15
 _RESUMED_AFTER = 64  # steps
@@ -71,8 +72,8 @@ class StepCosts:
         self._bucket(bucket).step += 1
 
     def add(self, bucket: int, num_guesses: int, seconds: float) -> None:
-        """A steady time. What no clock should give (zero, negative, not finite) is dropped."""
-        if not 0.0 < seconds < math.inf:
+        """A steady time. What no step takes (zero, negative, hours, not a number) is dropped."""
+        if not _SHORTEST < seconds < _LONGEST:
             return
         here = self._bucket(bucket)
         cost = here.costs[num_guesses]

@@ -6,6 +6,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.acceptance import GuessOutcome
 from engine.draft_choice import CHOICE_CODES, DraftChoice, Plan, StepOutcome
@@ -81,6 +83,15 @@ def test_acceptance_that_goes_and_comes_back(num_requests):
     assert gone.speed > 0.95 * plain and gone.share(0, 60) > 0.95
     resumed = next(i for i, plan in enumerate(back.plans) if plan.num_verify)
     assert resumed < 400 and back.share(0, resumed + 60) < 0.1
+
+
+def test_later_guesses_that_become_right_are_found_again():
+    """While one guess is verified nothing shows what a second would be worth."""
+    rates = lambda _, step: (0.9, 0.0, 0.0) if step < 300 else (0.9, 0.95, 0.95)  # noqa: E731
+    sim = Decoding(make_choice(), machine("cpu"), rates, seed=14)
+    assert sim.run(["a"], 300).share(1, 100) > 0.8
+    later = sim.run(["a"], 900)
+    assert later.share(2, 700) + later.share(3, 700) > 0.8
 
 
 def test_a_request_that_ends_takes_its_acceptance_along():
@@ -181,3 +192,36 @@ def test_ended_requests_do_not_pile_up():
     for i in range(3000):
         choice.choose([f"r{i}", f"r{i + 1}"])
     assert len(choice.rates) < 600
+
+
+@st.composite
+def histories(draw) -> list[tuple]:
+    """Steps: (requests, of which past the draft, guesses left if told, seconds, guesses compared and matched)."""
+    seconds = st.one_of(st.none(), st.floats(), st.just(0.01))
+    step = st.tuples(
+        st.sets(st.sampled_from("abcdef"), min_size=1), st.sets(st.sampled_from("abcdef")),
+        st.one_of(st.none(), st.integers(0, K)), seconds, st.integers(0, K + 1), st.integers(0, K + 1),
+    )  # fmt: skip
+    return draw(st.lists(step, min_size=1, max_size=60))
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.integers(0, 10))
+def test_whatever_happens_a_plan_exists_and_numbers_stay_sane(history, delay):
+    allowed = {1: {0, 1, 2, 3}, 2: {0, 3}, 4: {0, 1}, 8: {0}}
+    choice = DraftChoice(K, lambda n: next(b for b in allowed if b >= n), allowed.__getitem__)
+    unread = []
+    for ids, past, num_guesses, seconds, compared, matched in history:
+        plan = choice.choose(sorted(ids), past, num_guesses)
+        assert plan.num_verify in allowed[next(b for b in allowed if b >= len(ids))] and plan.reason
+        assert plan.num_propose == plan.num_verify or plan[:2] == (0, K)
+        matched = min(matched, compared)
+        verified = min(compared, plan.num_verify)
+        outcomes = [GuessOutcome(i, verified, min(matched, verified), compared, matched) for i in sorted(ids)]
+        unread.append(StepOutcome(len(ids), *plan[:2], seconds, outcomes))
+        if len(unread) > delay:
+            choice.observe(unread.pop(0))
+    assert all(0 <= rate <= 1 for rate in choice.rates.usual)
+    assert all(value > 0 for costs in choice.costs.table().values() for value in costs.values())
+    tokens = choice.rates.expected_tokens(["a", "new"])
+    assert tokens == sorted(tokens) and tokens[0] == 2 and tokens[-1] <= 2 * (K + 1)

@@ -25,10 +25,10 @@ def test_hiccups_and_broken_clocks_do_not_count():
     costs = StepCosts(1)
     for i in range(60):
         costs.add(1, 0, 0.1 if i % 4 == 1 else 0.010 + 0.0001 * (i % 3))
-        for broken in (0.0, -1.0, math.inf, math.nan):
+        for broken in (0.0, -1.0, 1e5, math.inf, math.nan):
             costs.add(1, 0, broken)
     assert costs.table()[1][0] == pytest.approx(0.0101, rel=0.02)
-    costs.add(1, 0, 1e9)
+    costs.add(1, 0, 999.0)
     assert costs.table()[1][0] == pytest.approx(0.0101, rel=0.02)
 
 
