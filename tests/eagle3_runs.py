@@ -17,7 +17,7 @@ from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.embedding import Embedding, LMHead
 from tests.drafts import DraftShape
-from tests.mla_layer import BLOCK, batch_of
+from tests.mla_layer import batch_with
 
 HIDDEN, VOCABULARY, LAYERS = 32, 96, 8
 MLA = DraftShape("mla", HIDDEN, VOCABULARY, 48, 4, 24, 16, 8, 8, 12, has_embedding=True)
@@ -35,11 +35,12 @@ def target_weights(hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> tuple[
 
 
 def load(directory: Path, parallel: ParallelState | None = None, **settings) -> Drafter:
-    """`settings` replace arguments of the loader: kernels, layer_id_offset, dummy_seed, target."""
+    """`settings` replace arguments of the loader: kernels, backend, dtype, layer_id_offset, dummy_seed, target."""
     parallel, kernels = parallel or ParallelState(), settings.pop("kernels", None) or ReferenceKernels()
     target = settings.pop("target", TargetShape(HIDDEN, VOCABULARY, LAYERS))
+    dtype, backend = settings.pop("dtype", torch.float32), settings.pop("backend", None) or ReferenceAttention()
     size = (target.vocab_size, target.hidden_size)
-    shards = [kind(*size, parallel, torch.float32, kernels) for kind in (Embedding, LMHead)]
+    shards = [kind(*size, parallel, dtype, kernels) for kind in (Embedding, LMHead)]
     if parallel.device.type != "meta":
         for shard, weight in zip(shards, target_weights(target.hidden_size, target.vocab_size), strict=True):
             shard.weight[: shard.stop - shard.start] = weight[shard.start : shard.stop]
@@ -48,9 +49,9 @@ def load(directory: Path, parallel: ParallelState | None = None, **settings) -> 
         directory,
         target,
         parallel,
-        torch.float32,
+        dtype,
         kernels=kernels,
-        backend=ReferenceAttention(),
+        backend=backend,
         embed=shards[0],
         lm_head=shards[1],
         **settings,
@@ -65,31 +66,51 @@ class Texts:
     next_ids: list[torch.Tensor]
 
 
-def texts(num_features: int = 3, seed: int = 3) -> Texts:
+def texts(hidden: int = HIDDEN, seed: int = 3) -> Texts:
     generator = torch.Generator().manual_seed(seed)
-    features = [torch.randn(n + 4, num_features * HIDDEN, generator=generator) * 2 for n in LENGTHS]
+    features = [torch.randn(n + 4, 3 * hidden, generator=generator) * 2 for n in LENGTHS]
     return Texts(features, [torch.randint(VOCABULARY, (n + 4,), generator=generator) for n in LENGTHS])
 
 
 class Run:
-    """One drafter over one cache, poisoned where nothing is written."""
+    """One drafter over one cache, poisoned where nothing is written. page: tokens a block."""
 
-    def __init__(self, drafter: Drafter, parallel: ParallelState | None = None, dispatcher: str = "reference"):
-        self.drafter = drafter
-        self.cache = torch.full((NUM_BLOCKS, BLOCK, drafter.cache_width), float("nan"))
-        limits = DispatchLimits(8, HIDDEN, 2, 64, torch.float32)
-        self.dispatcher = build(dispatcher, parallel or ParallelState(), limits)
+    def __init__(
+        self, drafter: Drafter, parallel: ParallelState | None = None, dispatcher: str = "reference", page: int = 4
+    ):
+        self.drafter, self.page = drafter, page
+        parallel, dtype, self.device = (
+            parallel or ParallelState(),
+            drafter.embed.weight.dtype,
+            drafter.embed.weight.device,
+        )
+        shape = (NUM_BLOCKS, page, drafter.cache_width)
+        self.cache = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+        limits = DispatchLimits(8, drafter.embed.weight.shape[1], 2, 64, dtype)
+        self.dispatcher = build(dispatcher, parallel, limits)
 
     def batch(self, chunks: list[tuple[int, int, int]]) -> ForwardBatch:
         """chunks: (request, first position, the one after the last)."""
-        batch = batch_of(TABLE, chunks)
+        table = torch.tensor([TABLE[n] for n, _, _ in chunks], device=self.device)
+        batch = batch_with(table, [stop - start for _, start, stop in chunks], [stop for _, _, stop in chunks])
+        places = [(TABLE[n][p // self.page], p) for n, start, stop in chunks for p in range(start, stop)]
+        batch.positions_T = torch.tensor([p for _, p in places], device=self.device)
+        batch.slots_T = torch.tensor([b * self.page + p % self.page for b, p in places], device=self.device)
         batch.dispatcher = self.dispatcher
         return batch
 
-    def extend(self, texts: Texts, chunks: list[tuple[int, int, int]]) -> DraftRows:
+    def last_rows(self, lengths: tuple[int, ...], ahead: int = 0) -> ForwardBatch:
+        """One row a request: the last of its `lengths`, or one of those after."""
+        return self.batch([(n, length + ahead - 1, length + ahead) for n, length in enumerate(lengths)])
+
+    def inputs(self, texts: Texts, chunks: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and next ids of the chunks' rows."""
         features = torch.cat([texts.features[n][start:stop] for n, start, stop in chunks])
         ids = torch.cat([texts.next_ids[n][start:stop] for n, start, stop in chunks])
-        return self.drafter.extend(features, ids, self.batch(chunks), self.cache)
+        return features.to(self.device, self.cache.dtype), ids.to(self.device)
+
+    def extend(self, texts: Texts, chunks: list[tuple[int, int, int]]) -> DraftRows:
+        return self.drafter.extend(*self.inputs(texts, chunks), self.batch(chunks), self.cache)
 
     def prefill(self, texts: Texts, size: int) -> DraftRows:
         """All of LENGTHS in chunks of at most `size` rows a request; the last row of each request."""
@@ -99,14 +120,9 @@ class Run:
             out, end = self.extend(texts, chunks), 0
             for n, start, stop in chunks:
                 end += stop - start
-                rows[n] = out.select(torch.tensor([end - 1]))
+                rows[n] = out.select(torch.tensor([end - 1], device=self.device))
         return DraftRows(torch.cat([r.x for r in rows]), torch.cat([r.residual_TD for r in rows]))
 
     def propose(self, rows: DraftRows, lengths: tuple[int, ...], count: int) -> torch.Tensor:
-        def at(lengths: list[int]) -> ForwardBatch:
-            return self.batch([(n, length - 1, length) for n, length in enumerate(lengths)])
-
-        def advance(batch: ForwardBatch) -> ForwardBatch:
-            return at([length + 1 for length in batch.seq_lens])
-
-        return propose(self.drafter, rows, at(list(lengths)), self.cache, count, advance)
+        batches = iter([self.last_rows(lengths, ahead) for ahead in range(count)])
+        return propose(self.drafter, rows, next(batches), self.cache, count, lambda batch: next(batches))

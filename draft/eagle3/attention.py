@@ -23,9 +23,10 @@ from engine.weights import TensorSpec
 
 
 class DraftAttention(Protocol):
-    """cache_width: numbers a token in the cache, of this rank."""
+    """cache_width: numbers a token in the cache, of this rank. is_capturable: both steps may be captured in a graph."""
 
     cache_width: int
+    is_capturable: bool
 
     def write(self, x_TI: torch.Tensor, batch: ForwardBatch, cache: torch.Tensor) -> None:
         """Puts keys and values of the batch's rows into their slots."""
@@ -50,6 +51,7 @@ class LatentAttention(nn.Module):
     ):
         super().__init__()
         self.heads, self.kernels, self.backend = heads, kernels, backend
+        self.is_capturable = kernels.is_capturable and backend.is_capturable
         own = parallel.split(heads.num_heads, "attention heads of the draft")
         self.num_heads = own.stop - own.start
         self.cache_width = heads.kv_lora_rank + heads.qk_rope_head_dim
@@ -104,10 +106,10 @@ class FullAttention(nn.Module):
         parallel: ParallelState,
         dtype: torch.dtype,
         kernels: Kernels,
-        backend: AttentionBackend,
     ):
         super().__init__()
         self.heads, self.kernels = heads, kernels
+        self.is_capturable = kernels.is_capturable
         own = parallel.split(heads.num_heads, "attention heads of the draft")
         own_kv = _key_heads(heads.num_kv_heads, parallel)
         self.num_heads, self.num_kv_heads = own.stop - own.start, own_kv.stop - own_kv.start
@@ -144,7 +146,7 @@ def attention(
     """Raises ValueError with the sum where the heads do not divide over the ranks."""
     if isinstance(config.heads, LatentHeads):
         return LatentAttention(config, config.heads, parallel, dtype, kernels, backend)
-    return FullAttention(config, config.heads, parallel, dtype, kernels, backend)
+    return FullAttention(config, config.heads, parallel, dtype, kernels)
 
 
 def _rows(heads: slice, num_heads: int, width: int) -> tuple[int, slice]:

@@ -23,8 +23,7 @@ class Eagle3Drafter:
         self.model, self.feature_layers, self.embed, self.head = model, feature_layers, embed, head
         self.cache_width = model.self_attn.cache_width
         self.max_positions = model.config.max_positions
-        parts = (model.kernels, getattr(model.self_attn, "backend", model.kernels))
-        self.is_capturable = all(part.is_capturable for part in parts) and are_capturable(model.parallel)
+        self.is_capturable = model.self_attn.is_capturable and are_capturable(model.parallel)
 
     def extend(
         self, features_TF: torch.Tensor, next_ids_T: torch.Tensor, batch: ForwardBatch, cache: torch.Tensor

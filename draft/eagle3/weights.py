@@ -21,6 +21,8 @@ from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
 
 GPU_HEAD_DIMS = (32, 64, 128)
+GPU_LATENT_WIDTHS = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+"""Name -> the least width; all are powers of two."""
 PASSED_OVER = ("midlayer.self_attn.rotary_emb.inv_freq",)  # some exports hold what the config says already
 
 
@@ -41,17 +43,14 @@ def load(
 
     embed, lm_head: the target's, used where the draft has none of its own. layer_id_offset: -1, 0 or 1, added to the
     layers that the config names. With `dummy_seed` no weight file is read: the weights are made up, with a head of its
-    own (unless tied) and the target's embedding. Raises ValueError in one sentence, of the files CheckpointError.
+    own (unless tied) and the target's embedding. Raises ValueError in one sentence,
+    CheckpointError of the files' tensors.
     """
-    raw = read_json(Path(directory) / "config.json")
-    try:
-        config = Eagle3Config.from_dict(raw)
-        config.check_target(target)
-        if kernels.needs_powers_of_two:
-            _check_head_widths(config)
-        feature_layers = config.layer_ids.moved(layer_id_offset).before(target.num_layers)
-    except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+    config = Eagle3Config.from_dict(read_json(Path(directory) / "config.json"))
+    config.check_target(target)
+    if kernels.needs_powers_of_two:
+        _check_head_widths(config)
+    feature_layers = config.layer_ids.moved(layer_id_offset).before(target.num_layers)
 
     def build(has_embedding: bool, has_head: bool) -> Eagle3Model:
         return Eagle3Model(
@@ -106,11 +105,11 @@ def _check_head_widths(config: Eagle3Config) -> None:
                 "on a GPU needs; use dtype float32."
             )
         return
-    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+    for name, least in GPU_LATENT_WIDTHS.items():
         width = getattr(heads, name)
-        if width & (width - 1) or width < 16:
+        if width & (width - 1) or width < least:
             raise ValueError(
-                f"the draft's {name}={width} is no power of two from 16 on, as bfloat16 on a GPU needs; use dtype "
+                f"the draft's {name}={width} is no power of two from {least} on, as bfloat16 on a GPU needs; use dtype "
                 "float32."
             )
 

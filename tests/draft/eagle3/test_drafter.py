@@ -60,7 +60,7 @@ def test_chunks_and_chains_equal_the_whole_sequence(tmp_path, variant):
         run = Run(load(directory))
         rows = run.prefill(data, size)
         written = run.cache.clone()
-        first, hidden = run.drafter.predict(rows, run.batch([(n, s - 1, s) for n, s in enumerate(LENGTHS)]), run.cache)
+        first, hidden = run.drafter.predict(rows, run.last_rows(LENGTHS), run.cache)
         assert first.dtype == torch.int64
         for n in range(len(LENGTHS)):
             assert torch.allclose(hidden[n], oracle[n][1][0], rtol=1e-4, atol=1e-4)
@@ -98,9 +98,7 @@ def test_each_flag_changes_the_states(tmp_path):
     ):
         run = Run(load(write_draft(tmp_path / name, shape, layer_ids=(2, 4, 5), **changes)))
         rows = run.prefill(data, 20)
-        states[name] = run.drafter.predict(rows, run.batch([(n, s - 1, s) for n, s in enumerate(LENGTHS)]), run.cache)[
-            1
-        ]
+        states[name] = run.drafter.predict(rows, run.last_rows(LENGTHS), run.cache)[1]
     for name, state in states.items():
         assert name == "plain" or (state - states["plain"]).abs().max() > 0.1, name
 

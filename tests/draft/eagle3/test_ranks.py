@@ -36,7 +36,7 @@ def guesses(parallel: ParallelState, directory: str) -> dict:
         parallel.meter.clear()
         rows = run.prefill(data, 20)
         extend = dict(parallel.meter.rounds)
-        batch = run.batch([(n, s - 1, s) for n, s in enumerate(LENGTHS)])
+        batch = run.last_rows(LENGTHS)
         hidden = drafter.predict(rows, batch, run.cache)[1].clone()
         parallel.meter.clear()
         tokens = run.propose(rows, LENGTHS, COUNT)

@@ -204,22 +204,23 @@ class GpuWidths(ReferenceKernels):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (replace(MLA, nope=16, rope=16, value=24), "v_head_dim=24 is no power of two"),
-        (replace(MLA, rope=8, value=16), "qk_nope_head_dim=8 is no power of two"),
+        (replace(MLA, kv_lora_rank=64, nope=16, rope=16, value=24), "v_head_dim=24 is no power of two"),
+        (replace(MLA, kv_lora_rank=64), "qk_nope_head_dim=8 is no power of two from 16 on"),
+        (replace(MLA, kv_lora_rank=32), "kv_lora_rank=32 is no power of two from 64 on"),
         (replace(LLAMA, head_dim=16), "head_dim=16 is none of 32, 64, 128"),
     ],
 )
 def test_widths_that_a_gpu_cannot_take(tmp_path, shape, message):
     directory = write_draft(tmp_path, shape, layer_ids=IDS)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ValueError, match=message):
         load(directory, kernels=GpuWidths())
 
 
-def test_refusals_name_the_directory(tmp_path):
+def test_a_target_that_it_does_not_fit(tmp_path):
     directory = write_draft(tmp_path, MLA, layer_ids=IDS)
-    with pytest.raises(CheckpointError, match=f"{directory}: the draft's vocab_size is 96, the target's 97"):
+    with pytest.raises(ValueError, match=r"^the draft's vocab_size is 96, the target's 97"):
         load(directory, target=TargetShape(HIDDEN, 97, 8))
-    with pytest.raises(CheckpointError, match=r"has 8 layers; .* or layer_id_offset is wrong"):
+    with pytest.raises(ValueError, match=r"has 8 layers; .* or layer_id_offset is wrong"):
         load(write_draft(tmp_path, MLA, layer_ids=(2, 4, 8)), layer_id_offset=1)
 
 
