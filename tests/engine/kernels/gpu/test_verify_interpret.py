@@ -53,7 +53,7 @@ def test_the_ends_of_widths_and_guesses(width, guesses):
 def test_all_guesses_right_and_none():
     case = verify_case(7, 3, 4, 6)
     tokens_NW = case.tokens_M.view(3, 4)
-    case.requests.limits_N[:], case.requests.sources_N[:] = 40, -1
+    case.requests.limits_N[:], case.requests.sources_N[:] = 10**6, -1
     case.requests.guesses_NK[:, :4] = tokens_NW
     case.requests.guesses_NK[1, 0] = -1
     case.requests.guesses_NK[2, 3] += 1
