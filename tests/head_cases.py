@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.kernels import reference
 from engine.kernels.gpu import heads
 from tests.small_kernels import poisoned
 
@@ -82,16 +83,16 @@ def check_rotate(rows: int, num_heads: int, width: int, dtype: torch.dtype, devi
     wide = torch.randn(rows, (num_heads + 2) * width, generator=generator, device=device).to(dtype)
     x_THd = wide[:, width : (num_heads + 1) * width].unflatten(1, (num_heads, width))
     angles = torch.arange(rows, device=device).unsqueeze(1) * 0.7 + torch.arange(width // 2, device=device)
+    cis = torch.polar(torch.ones_like(angles), angles)
     with poisoned():
-        out_THd = heads.rotate_halves(
-            x_THd, torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).flatten(1)
-        )
+        out_THd = heads.rotate_halves(x_THd, torch.view_as_real(cis).flatten(1))
     first, second = x_THd.double().chunk(2, -1)
     cos, sin = angles.double().cos().unsqueeze(1), angles.double().sin().unsqueeze(1)
     expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     assert out_THd.dtype == dtype and out_THd.is_contiguous()
     bound = torch.finfo(dtype).eps / 2 * expected.abs() + 2**-20 * (first.abs() + second.abs()).repeat(1, 1, 2)
-    assert ((out_THd.double() - expected).abs() <= bound).all(), "more than one rounding of float32 sums"
+    for found_THd in (out_THd, reference.rotate_halves(x_THd, cis)):
+        assert ((found_THd.double() - expected).abs() <= bound).all(), "more than one rounding of float32 sums"
 
 
 def check_store(rows: int, groups: int, width: int, dtype: torch.dtype, device: str) -> None:
@@ -102,5 +103,8 @@ def check_store(rows: int, groups: int, width: int, dtype: torch.dtype, device: 
     cache = torch.full((3, rows, 2 * groups * width), -7.0, dtype=dtype, device=device)
     expected = cache.clone()
     expected.view(3 * rows, -1)[slots] = wide[:, : 2 * groups * width]
-    heads.store_heads(cache, k.unflatten(1, (groups, width)), v.unflatten(1, (groups, width)), slots)
-    assert torch.equal(cache, expected)
+    k_TGd, v_TGd = (rows_TX.unflatten(1, (groups, width)) for rows_TX in (k, v))
+    twin = cache.clone()
+    heads.store_heads(cache, k_TGd, v_TGd, slots)
+    reference.store_heads(twin, k_TGd, v_TGd, slots)
+    assert torch.equal(cache, expected) and torch.equal(twin, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 
 from engine import sampling
@@ -36,7 +37,7 @@ def logits_of(case: int, rows: int, vocab: int) -> torch.Tensor:
 
 def check(logits_SV: torch.Tensor, params: list[SamplingParams], rng: random.Random) -> None:
     requests = [Request("r", [1] * rng.randint(1, 50), p, rng.getrandbits(64) - 2**63, 99) for p in params]
-    rows = sampling.SamplingRows.of(requests, CPU)
+    rows = sampling.SamplingRows.of(requests, np.array([r.num_tokens for r in requests]), CPU)
     tokens_S, expected_S = torch.full((len(params),), -1), torch.full((len(params),), -2)
     maxima_S, expected_maxima_S = sample.greedy(logits_SV, tokens_S), sampling.greedy(logits_SV, expected_S)
     assert torch.equal(tokens_S, expected_S) and torch.equal(maxima_S, expected_maxima_S)
@@ -60,7 +61,7 @@ def check_nan_row(vocab: int) -> None:
     tokens_S = torch.full((2,), -1)
     maxima_S = sample.greedy(logits_SV, tokens_S)
     assert 0 <= tokens_S[0] < vocab and tokens_S[1] == logits_SV[1].argmax()
-    sample.draw(logits_SV, maxima_S, sampling.SamplingRows.of(requests, CPU), tokens_S)
+    sample.draw(logits_SV, maxima_S, sampling.SamplingRows.of(requests, np.array([1, 1]), CPU), tokens_S)
     assert ((tokens_S >= 0) & (tokens_S < vocab)).all()
 
 

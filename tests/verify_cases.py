@@ -59,10 +59,10 @@ def verify_case(
     table_NB = integers(1, 2**40, count + 1, blocks + 2)[:count, :blocks]
     requests = twin.StepRequests(
         integers(0, VOCAB, count),
-        starts_N,
+        apart(starts_N),
         integers(-1, VOCAB, count, guesses),
         torch.where(kinds_N == 2, integers(0, state_rows, count), -1).int(),
-        torch.where(kinds_N == 0, 0, limits_N),
+        apart(torch.where(kinds_N == 0, 0, limits_N)),
         table_NB,
     )
     state = twin.CommittedTokens(
@@ -78,13 +78,22 @@ def verify_case(
     return case if device == "cpu" else moved(case, device)
 
 
+def apart(values_N: torch.Tensor) -> torch.Tensor:
+    """The same as a column of a wider tensor."""
+    return torch.stack((values_N, values_N - 10**9, values_N + 10**9), dim=1)[:, 0]
+
+
 def moved(case: VerifyCase, device: str) -> VerifyCase:
     """The same on another device; the table still a part of a wider one."""
     table_NB = torch.nn.functional.pad(case.requests.table_NB, (0, 2), value=-1).to(device)
     requests = twin.StepRequests(*(value.to(device) for value in case.requests))
     return replace(
         case,
-        requests=requests._replace(table_NB=table_NB[:, : case.requests.table_NB.shape[1]]),
+        requests=requests._replace(
+            table_NB=table_NB[:, : case.requests.table_NB.shape[1]],
+            starts_N=apart(requests.starts_N),
+            limits_N=apart(requests.limits_N),
+        ),
         state=twin.CommittedTokens(*(value.to(device) for value in astuple(case.state))),
         sampling_N=SamplingRows(*(value.to(device) for value in astuple(case.sampling_N))),
         tokens_M=case.tokens_M.to(device),

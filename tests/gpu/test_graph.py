@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,7 +129,7 @@ def test_kernels_choose_as_their_twins_on_the_cpu(vocab, ties):
 def _choose(module, logits_SV: torch.Tensor, requests: list[Request]) -> list[int]:
     device = logits_SV.device
     tokens_S = torch.full((len(requests),), -1, dtype=torch.int64, device=device)
-    rows = sampling.SamplingRows.of(requests, device)
+    rows = sampling.SamplingRows.of(requests, np.array([r.num_tokens for r in requests]), device)
     module.draw(logits_SV, module.greedy(logits_SV, tokens_S), rows, tokens_S)
     return tokens_S.tolist()
 

@@ -21,7 +21,10 @@ from engine.kernels.verify_rows import NO_GUESS, Accepted, VerifyRows
 _PLACES = 64  # a program of the kernel that moves on by one
 # One binary whatever the table's width and the room of the state.
 SPECIALIZATION = {
-    "do_not_specialize": ["guess_stride", "token_stride", "state_guess_stride", "table_stride", "num_blocks"],
+    "do_not_specialize": [
+        *("start_stride", "limit_stride", "guess_stride", "token_stride", "state_guess_stride"),
+        *("table_stride", "num_blocks"),
+    ],
     "do_not_specialize_on_alignment": ["table_ptr"],
 }
 
@@ -41,7 +44,7 @@ def _verify_rows(
     temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, seeds_ptr,
     row_ids_ptr, positions_ptr, slots_ptr, taken_guesses_ptr, row_starts_ptr, seq_lens_ptr,
     row_temperature_ptr, row_top_k_ptr, row_top_p_ptr, row_log_min_p_ptr, row_seeds_ptr, places_ptr,
-    guess_stride, token_stride, state_guess_stride, table_stride, num_blocks,
+    start_stride, limit_stride, guess_stride, token_stride, state_guess_stride, table_stride, num_blocks,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, GUESSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NO_GUESS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -51,12 +54,12 @@ def _verify_rows(
     is_row, is_guess = w < WIDTH, column < GUESSES
     wait(PDL)
     source = tl.load(sources_ptr + n).to(tl.int64)
-    limit = tl.load(limits_ptr + n)
+    limit = tl.load(limits_ptr + n * limit_stride)
     pending, real = source >= 0, limit != 0
     accepted = tl.load(state_accepted_ptr + source, mask=pending, other=0).to(tl.int64)
     token = tl.load(state_tokens_ptr + source * token_stride + accepted, mask=pending, other=0)
     token = tl.where(pending, token, tl.load(token_ids_ptr + n))
-    start = tl.where(real, tl.load(starts_ptr + n) + accepted, 0)
+    start = tl.where(real, tl.load(starts_ptr + n * start_stride) + accepted, 0)
 
     from_state = state_guesses_ptr + source * state_guess_stride
     from_host = guesses_ptr + n * guess_stride
@@ -93,7 +96,7 @@ def _accept(
     tokens_ptr, guesses_ptr, starts_ptr, row_lens_ptr,
     state_tokens_ptr, state_accepted_ptr, state_matched_ptr,
     last_ptr, positions_ptr, seq_lens_ptr,
-    guess_stride, token_stride,
+    start_stride, guess_stride, token_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COMPARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program n: request n. COMPARED: guesses that have a drawn token to be compared with."""
@@ -108,7 +111,7 @@ def _accept(
     tl.store(state_tokens_ptr + n * token_stride + w, tokens, mask=is_row)
     tl.store(state_accepted_ptr + n, accepted)
     tl.store(state_matched_ptr + n, matched)
-    position = tl.load(starts_ptr + n) + accepted
+    position = tl.load(starts_ptr + n * start_stride) + accepted
     tl.store(last_ptr + n, n * WIDTH + accepted)
     tl.store(positions_ptr + n, position)
     real = tl.load(row_lens_ptr + n) != 0
@@ -120,7 +123,7 @@ def _accept(
 )
 def _next_place(
     positions_ptr, lens_ptr, table_ptr, limits_ptr, next_positions_ptr, next_lens_ptr, slots_ptr,
-    count, table_stride, num_blocks, BLOCK_SIZE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    count, limit_stride, table_stride, num_blocks, BLOCK_SIZE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     here = n < count
@@ -128,7 +131,7 @@ def _next_place(
     length = tl.load(lens_ptr + n, mask=here, other=0)
     step = (length > 0).to(tl.int32)
     position = tl.load(positions_ptr + n, mask=here, other=0) + step
-    limit = tl.load(limits_ptr + n, mask=here, other=0)
+    limit = tl.load(limits_ptr + n.to(tl.int64) * limit_stride, mask=here, other=0)
     slot = _slots(position, table_ptr + n.to(tl.int64) * table_stride, limit, num_blocks, here, BLOCK_SIZE)
     tl.store(next_positions_ptr + n, position, mask=here)
     tl.store(next_lens_ptr + n, length + step, mask=here)
@@ -139,8 +142,9 @@ def verify_rows(requests, state, sampling_N, width: int, block_size: int) -> Ver
     """The rows of a step of `width` rows a request. Places of sampling_N are not looked at: a row's is position + 1.
 
     requests, state, sampling_N: as engine.verify's StepRequests and CommittedTokens, and sampling.SamplingRows, whose
-    tensors are contiguous; rows of guesses, table and state may lie apart. Guesses of positions without a slot are
-    none, and a missing guess is token 0. Rows of a padding request: token 0 at position 0, slot 0, temperature 0.
+    tensors are contiguous; rows of guesses, table and state, and starts and limits may lie apart. Guesses of positions
+    without a slot are none, and a missing guess is token 0. Rows of a padding request: token 0 at position 0, slot 0,
+    temperature 0. Raises ValueError for other vectors whose numbers lie apart.
     """
     count, guesses = requests.guesses_NK.shape
     device = requests.token_ids_N.device
@@ -150,6 +154,7 @@ def verify_rows(requests, state, sampling_N, width: int, block_size: int) -> Ver
 
     host = (sampling_N.temperature, sampling_N.top_k, sampling_N.top_p, sampling_N.log_min_p, sampling_N.seeds)
     whole = (requests.token_ids_N, requests.starts_N)
+    _check_contiguous(requests.token_ids_N, requests.sources_N, *host)
     ids_M, positions_M, slots_M, places_M = (new(requests.starts_N, count * width) for _ in range(4))
     guesses_NK, starts_N = new(requests.guesses_NK, count, guesses), new(requests.starts_N, count)
     seq_lens_N = torch.empty(count, dtype=torch.int32, device=device)
@@ -158,7 +163,8 @@ def verify_rows(requests, state, sampling_N, width: int, block_size: int) -> Ver
         *whole, requests.guesses_NK, requests.sources_N, requests.limits_N, requests.table_NB,
         state.tokens_SW, state.accepted_S, state.guesses_SK, *host,
         ids_M, positions_M, slots_M, guesses_NK, starts_N, seq_lens_N, *rows, places_M,
-        requests.guesses_NK.stride(0), state.tokens_SW.stride(0), state.guesses_SK.stride(0),
+        requests.starts_N.stride(0), requests.limits_N.stride(0), requests.guesses_NK.stride(0),
+        state.tokens_SW.stride(0), state.guesses_SK.stride(0),
         requests.table_NB.stride(0), requests.table_NB.shape[1],
         WIDTH=width, ROWS=triton.next_power_of_2(width), GUESSES=guesses,
         COLUMNS=triton.next_power_of_2(max(guesses, 1)), BLOCK_SIZE=block_size,
@@ -175,11 +181,12 @@ def accept(tokens_M: torch.Tensor, rows: VerifyRows, state) -> Accepted:
     tokens_M int64: the target's own tokens, drawn at every row."""
     count = rows.starts_N.shape[0]
     width = tokens_M.shape[0] // count
-    last_N, positions_N = torch.empty_like(rows.starts_N), torch.empty_like(rows.starts_N)
+    _check_contiguous(tokens_M, rows.seq_lens_N)
+    last_N, positions_N = (torch.empty(count, dtype=torch.int64, device=tokens_M.device) for _ in range(2))
     seq_lens_N = torch.empty_like(rows.seq_lens_N)
     _accept[count,](
         tokens_M, rows.guesses_NK, rows.starts_N, rows.seq_lens_N, state.tokens_SW, state.accepted_S, state.matched_S,
-        last_N, positions_N, seq_lens_N, rows.guesses_NK.stride(0), state.tokens_SW.stride(0),
+        last_N, positions_N, seq_lens_N, rows.starts_N.stride(0), rows.guesses_NK.stride(0), state.tokens_SW.stride(0),
         WIDTH=width, ROWS=triton.next_power_of_2(width), COMPARED=min(width, rows.guesses_NK.shape[1]),
         num_warps=1, **launch_options(tokens_M.device),
     )  # fmt: skip
@@ -195,30 +202,28 @@ def next_place(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(positions int64, seq_lens int32, slots int64), each [N], of the position after; padding stays where it is."""
     count = positions_N.shape[0]
+    _check_contiguous(positions_N, seq_lens_N)
     next_N, slots_N = torch.empty_like(positions_N), torch.empty_like(positions_N)
     lens_N = torch.empty_like(seq_lens_N)
     _next_place[triton.cdiv(count, _PLACES),](
-        positions_N, seq_lens_N, table_NB, limits_N, next_N, lens_N, slots_N, count, table_NB.stride(0),
-        table_NB.shape[1], BLOCK_SIZE=block_size, PLACES=_PLACES, num_warps=2, **launch_options(positions_N.device),
+        positions_N, seq_lens_N, table_NB, limits_N, next_N, lens_N, slots_N, count, limits_N.stride(0),
+        table_NB.stride(0), table_NB.shape[1], BLOCK_SIZE=block_size, PLACES=_PLACES, num_warps=2,
+        **launch_options(positions_N.device),
     )  # fmt: skip
     return next_N, lens_N, slots_N
+
+
+def _check_contiguous(*vectors: torch.Tensor) -> None:
+    if not all(vector.is_contiguous() for vector in vectors):
+        raise ValueError("the numbers of a step's vector lie apart; make it contiguous before the call")
 
 
 def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constants, options): plain steps and those of 3 and of 15 guesses."""
     kinds = {name: "*i64" for kernel in (_verify_rows, _accept, _next_place) for name in kernel.arg_names}
     kinds = {name: kind for name, kind in kinds.items() if name.endswith("_ptr")}
-    ints = (
-        "sources",
-        "state_accepted",
-        "state_matched",
-        "seq_lens",
-        "row_lens",
-        "lens",
-        "next_lens",
-        "top_k",
-        "row_top_k",
-    )
+    ints = ("sources", "state_accepted", "state_matched", "seq_lens", "row_lens", "lens", "next_lens")
+    ints += ("top_k", "row_top_k")
     reals = ("temperature", "top_p", "log_min_p")
     kinds |= {f"{name}_ptr": "*i32" for name in ints}
     kinds |= {f"{prefix}{name}_ptr": "*fp32" for name in reals for prefix in ("", "row_")}

@@ -13,8 +13,9 @@ import torch
 from tests.triton_interpreter import allow_scalar_arrays
 
 pytest.importorskip("triton")
+from engine.kernels import reference
 from engine.kernels.gpu import heads
-from tests.head_cases import check_rotate, check_store, expected_heads, head_case
+from tests.head_cases import SCALE, check_rotate, check_store, expected_heads, head_case
 from tests.mla_cases import relative_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,21 +37,22 @@ def test_under_the_interpreter():
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(2, 1, 32), (3, 3, 32), (4, 2, 64)])
-@pytest.mark.parametrize("max_splits", [2, 4])
+@pytest.mark.parametrize(("shape", "max_splits"), [((2, 1, 32), 2), ((2, 2, 32), 4), ((4, 2, 64), 4)])
 def test_any_lengths(shape, max_splits):
-    """No keys, one, a split's borders, splits of several tiles, as many splits as there may be."""
-    case = head_case([0, 1, 64, 65, 0, 150, 17], shape, **SMALL)
-    found = case.attend(max_splits=max_splits)
-    assert found.dtype == case.q_NHd.dtype and not found[[0, 4]].any()
-    assert relative_error(found, expected_heads(case)) < 1e-3
+    """No keys, a split's border and beyond it, splits of several tiles."""
+    case = head_case([0, 64, 65, 150], shape, **SMALL)
+    found, expected = case.attend(max_splits=max_splits), expected_heads(case)
+    assert found.dtype == case.q_NHd.dtype and not found[0].any()
+    assert relative_error(found, expected) < 1e-3
+    twin = reference.attend_heads(case.q_NHd, case.cache, case.table_NB, case.seq_lens_N, SCALE)
+    assert relative_error(twin, expected) < 1e-3
 
 
 @interpreted
 def test_a_row_has_the_same_bits_in_any_batch():
-    case = head_case([150, 40, 0, 129], (2, 1, 32), **SMALL)
+    case = head_case([150, 0, 40], (2, 1, 32), **SMALL)
     whole = case.attend(max_splits=2)
-    for rows in (slice(0, 1), slice(3, 4), slice(1, 4)):
+    for rows in (slice(0, 1), slice(1, 3)):
         assert torch.equal(case.part(rows).attend(max_splits=2), whole[rows])
 
 
@@ -64,7 +66,7 @@ def test_keys_beyond_the_table_are_not_there():
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "num_heads", "width"), [(1, 1, 32), (3, 5, 64), (2, 17, 128)])
+@pytest.mark.parametrize(("rows", "num_heads", "width"), [(3, 5, 64), (2, 17, 128)])
 def test_turning_and_storing(rows, num_heads, width):
     for dtype in (torch.float16, torch.float32):
         check_rotate(rows, num_heads, width, dtype, "cpu")

@@ -53,7 +53,7 @@ def test_the_ends_of_widths_and_guesses(width, guesses):
 def test_all_guesses_right_and_none():
     case = verify_case(7, 3, 4, 6)
     tokens_NW = case.tokens_M.view(3, 4)
-    case.requests.limits_N[:], case.requests.sources_N[:] = 40, -1
+    case.requests.limits_N[:], case.requests.sources_N[:] = 10**6, -1
     case.requests.guesses_NK[:, :4] = tokens_NW
     case.requests.guesses_NK[1, 0] = -1
     case.requests.guesses_NK[2, 3] += 1
@@ -64,7 +64,18 @@ def test_all_guesses_right_and_none():
 @interpreted
 def test_more_requests_than_a_program_moves_on():
     case = verify_case(3, 70, 2, 1)
-    arguments = (case.requests.starts_N, (case.requests.limits_N > 0).int(), *case.requests[5:3:-1], case.block_size)
+    arguments = (
+        case.requests.starts_N.contiguous(),
+        (case.requests.limits_N > 0).int(),
+        *case.requests[5:3:-1],
+        case.block_size,
+    )
     found, expected = verify.next_place(*arguments), twin.next_place(*arguments)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert torch.unique(found[2]).numel() > 20
+
+
+def test_vectors_whose_numbers_lie_apart_are_refused():
+    case = verify_case(1, 3, 2, 1)
+    with pytest.raises(ValueError, match="lie apart"):
+        verify.next_place(case.requests.starts_N, case.requests.sources_N, *case.requests[5:3:-1], 16)
