@@ -116,7 +116,9 @@ class Scheduler:
 
     @property
     def has_guesses_in_flight(self) -> bool:
-        return any(r.num_pending_guesses for r in self.running)
+        """Guesses that are being verified, or made: where a request has its next rows, and what they hold, is known to
+        the device alone."""
+        return any(r.num_pending and (r.num_pending_guesses or r.num_guessed) for r in self.running)
 
     def finish(self, request_id: str, reason: str, stop_reason: str | int | None = None) -> Request | None:
         """Ends a request from outside: a stop string, an abort. Unknown or finished ids are ignored."""
