@@ -150,14 +150,14 @@ class Scheduler:
         prefilling = [r for r in self.running if _is_prefilling(r)]
         decoding = [r for r in self.running if r.num_tokens - r.num_computed_tokens == 1 and not r.ends_in_flight]
         decoding = [r for r in decoding[:budget] if self._make_room(r, r.num_computed_tokens + 1, output)]
-        spare = budget - len(decoding)
+        budget -= len(decoding)
+        spare = budget // 2 if prefilling or self.waiting else budget  # guesses never stall a prompt
         for request in decoding:
             known = request.num_guessed if request.num_pending else len(request.guess_ids)
             most = 0 if output.num_preempted else min(output.plan.num_verify, known, spare)
             num_guesses = self._num_guesses(request, most, output.plan)
             output.scheduled.append(ScheduledRequest.next_of(request, 1, num_guesses, known))
-            spare -= num_guesses
-        budget = spare
+            spare, budget = spare - num_guesses, budget - num_guesses
         for request in prefilling:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, output):
@@ -168,11 +168,12 @@ class Scheduler:
     def _num_guesses(self, request: Request, most: int, plan: GuessPlan) -> int:
         """Guesses to verify, and blocks for them and for the draft's own chain after them, if there are some left.
 
-        Without these blocks guesses beyond the last one are not accepted, so nothing of it can be wrong."""
+        Guesses without a slot are not verified."""
         count = max(min(most, request.max_tokens - request.num_output_tokens - 1), 0)
         ahead = request.num_pending_guesses + count + max(plan.num_propose - 1, 0)
         self.kv_cache.grow(request, min(request.num_computed_tokens + 1 + ahead, request.longest))
-        return count
+        room = len(request.block_ids) * self.kv_cache.block_size - request.num_computed_tokens - 1
+        return min(count, room)
 
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
         """Grows the request, preempting from the back; False if it has given way itself."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
+
+import torch
 
 from engine.attention.reference import ReferenceAttention
 from engine.model_runner import ModelRunner
@@ -14,24 +16,28 @@ class _Rerun:
     def __init__(self, function: Callable[[], Any]):
         self._function = function
         self.num_replays = 0
-        self._outputs = _tensors(function())
-
-    @property
-    def outputs(self) -> Any:
-        return self._outputs
+        self.outputs = function()
 
     def replay(self) -> None:
         """New results go where the captured ones lie, as in a graph."""
         self.num_replays += 1
-        for old, new in zip(self._outputs, _tensors(self._function()), strict=True):
+        for old, new in zip(_tensors(self.outputs), _tensors(self._function()), strict=True):
             old.copy_(new)
 
     def reset(self) -> None:
         self._function = None
 
 
-def _tensors(result: Any) -> tuple:
-    return () if result is None else tuple(result)
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    """All of them, however deep in tuples and dataclasses."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from _tensors(part)
+    elif is_dataclass(result):
+        for field in fields(result):
+            yield from _tensors(getattr(result, field.name))
 
 
 class RerunRecorder:

@@ -1,13 +1,16 @@
-"""A scheduler under test together with what a model would do: a simulated KV cache and tokens told by their place.
+"""A scheduler under test together with what a model would do: a simulated device and tokens told by their place.
 
 `ScheduledWorld.step` checks every invariant of one step; `drain` runs to the end and checks that nothing is left.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler, SchedulerOutput
+from engine.scheduler import NO_GUESSES, GuessPlan, Scheduler, SchedulerOutput
+from tests.simulated_device import SimulatedDevice, Told
 
 
 def make_request(name: str, prompt_len: int, max_tokens: int) -> Request:
@@ -24,41 +27,78 @@ def token_at(name: str, position: int) -> int:
     return 10**6 + 1000 * (hash_of(name) % 997) + position
 
 
-class ScheduledWorld:
-    """One scheduler, a twin fed with the same input, and a cache that remembers who wrote which slot."""
+class Side:
+    """One scheduler and the device that runs its steps."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, scheduler: Scheduler, device: SimulatedDevice):
+        self.scheduler, self.device = scheduler, device
+        self.in_flight: deque[tuple[SchedulerOutput, Told]] = deque()
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """As a Replica decides it."""
+        if self.scheduler.needs_known_tokens:
+            return False
+        return self.device.replays or not self.scheduler.has_guesses_in_flight
+
+    def launch(self, output: SchedulerOutput) -> None:
+        self.in_flight.append((output, self.device.run(output)))
+        self.scheduler.launch(output)
+
+    def read(self) -> SchedulerOutput:
+        output, told = self.in_flight.popleft()
+        self.scheduler.update(output, *told)
+        return output
+
+
+class ScheduledWorld:
+    """One scheduler, and a twin fed with the same input. `replays`: as SimulatedDevice has it."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, replays: bool = True
+    ):
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, max_num_batched_tokens
-        self.schedulers = [
-            Scheduler(KVCacheManager(num_blocks, block_size), max_num_seqs, max_num_batched_tokens) for _ in range(2)
-        ]
-        self.scheduler = self.schedulers[0]
-        self.cache: dict[tuple[int, int], tuple[str, int, int]] = {}
+        self.side, self.twin = (
+            Side(
+                Scheduler(KVCacheManager(num_blocks, block_size), max_num_seqs, max_num_batched_tokens),
+                SimulatedDevice(block_size, token_at, replays),
+            )
+            for _ in range(2)
+        )
+        self.scheduler = self.side.scheduler
         self.arrivals: dict[str, int] = {}
         self.limits: dict[str, tuple[int, int]] = {}
         self.finished: dict[str, list[int]] = {}
+        self.ahead = 0
 
     @property
     def max_tokens(self) -> int:
         return self.scheduler.kv_cache.max_tokens
 
     def add(self, name: str, prompt_len: int, max_tokens: int) -> None:
-        for scheduler in self.schedulers:
-            scheduler.add(make_request(name, prompt_len, max_tokens))
+        for side in (self.side, self.twin):
+            side.scheduler.add(make_request(name, prompt_len, max_tokens))
         self.arrivals[name] = len(self.arrivals)
         self.limits[name] = (prompt_len, max_tokens)
 
     def end(self, name: str, reason: str = "abort") -> None:
-        for scheduler in self.schedulers:
-            request = scheduler.finish(name, reason)
+        for side in (self.side, self.twin):
+            request = side.scheduler.finish(name, reason)
             assert request is not None and request.block_ids == [] and request.finish_reason == reason
-            assert scheduler.get(name) is None
+            assert side.scheduler.get(name) is None
         self.check_blocks()
 
-    def step(self) -> SchedulerOutput:
+    def step(self, plan: GuessPlan = NO_GUESSES, ahead: bool = False) -> SchedulerOutput:
+        """Plans and launches a step. `ahead`: leaves its tokens unread, and launches it before those of the one before
+        are read where that may be done."""
+        if not (ahead and self.side.may_run_ahead):
+            self.read(0)
+        else:
+            self.ahead += bool(self.side.in_flight)
         unfinished = sorted([*self.scheduler.running, *self.scheduler.waiting], key=self._arrival)
-        decoding = [r for r in self.scheduler.running if r.num_tokens - r.num_computed_tokens == 1]
-        output = self.scheduler.schedule()
+        unfinished = [r for r in unfinished if not r.ends_in_flight]
+        decoding = [r for r in self.scheduler.running if r in unfinished and r.num_tokens - r.num_computed_tokens == 1]
+        output = self.scheduler.schedule(plan)
         self.check_blocks()
         self._check_limits(output)
         scheduled = [item.request for item in output.scheduled]
@@ -66,22 +106,40 @@ class ScheduledWorld:
             assert unfinished[0] in scheduled, "the oldest request makes progress in every step"
         for request in decoding:
             assert request in scheduled or request in self.scheduler.waiting, "a prefill never stalls a decode"
-        tokens = [self._compute(item) for item in output.scheduled]
-        sampled = [t for t in tokens if t is not None]
-        self._check_twin(output, sampled)
-        for request in self.scheduler.update(output, sampled):
-            assert request.request_id not in self.finished and request.finished
-            self.finished[request.request_id] = request.output_token_ids
-            self._check_answer(request.request_id)
-        self.check_blocks()
+        self._check_progress(output)
+        self._launch(output)
+        self.read(1 if ahead and output.scheduled else 0)
         return output
 
-    def drain(self) -> None:
+    def _check_progress(self, output: SchedulerOutput) -> None:
+        prefilling = [r for r in self.scheduler.running if r.num_tokens - r.num_computed_tokens > 1]
+        if prefilling and any(item.num_guesses for item in output.scheduled):
+            scheduled = [item.request for item in output.scheduled]
+            assert prefilling[0] in scheduled, "guesses never stall a prefill"
+
+    def _launch(self, output: SchedulerOutput) -> None:
+        other = self.twin.scheduler.schedule(output.plan)
+        assert _shape(other) == _shape(output) and other.num_preempted == output.num_preempted
+        self.side.launch(output)
+        self.twin.launch(other)
+
+    def read(self, depth: int) -> None:
+        """Takes tokens until `depth` steps are in flight, and checks what is told of each request."""
+        while len(self.side.in_flight) > depth:
+            items = self.side.in_flight[0][0].scheduled
+            running = [item.request for item in items if not item.request.finished]
+            assert self.side.read().plan == self.twin.read().plan
+            for request in running:
+                self._check_tokens(request)
+            self.check_blocks()
+
+    def drain(self, plan: GuessPlan = NO_GUESSES, ahead: bool = False) -> None:
         most = sum(prompt_len + max_tokens for prompt_len, max_tokens in self.limits.values()) + 1
         for _ in range(most):
             if not self.scheduler.has_unfinished:
                 break
-            self.step()
+            self.step(plan, ahead)
+        self.read(0)
         assert not self.scheduler.has_unfinished, f"unfinished after {most} steps"
         assert self.scheduler.kv_cache.usage == 0.0
         assert not self.scheduler.running and not self.scheduler.waiting
@@ -109,31 +167,23 @@ class ScheduledWorld:
             assert item.num_tokens >= 1 and item.start == request.num_computed_tokens
             assert item.stop <= request.num_tokens
             assert item.samples == (item.stop == request.num_tokens)
+            assert 0 <= item.num_guesses <= output.plan.num_verify and (item.samples or not item.num_guesses)
+            assert item.stop + item.num_guesses <= max(request.longest, item.stop)
             assert len(request.block_ids) * self.block_size >= item.stop
+            assert len(request.block_ids) * self.block_size < max(request.longest, item.stop) + self.block_size
 
-    def _compute(self, item) -> int | None:
-        """Writes the tokens' slots, then reads back all that attention would read."""
-        request = item.request
-        for position in range(item.start, item.stop):
-            token = request.token_ids(position, position + 1)[0]
-            self.cache[self._slot(request, position)] = (request.request_id, position, token)
-        for position in range(item.stop):
-            token = request.token_ids(position, position + 1)[0]
-            assert self.cache[self._slot(request, position)] == (request.request_id, position, token)
-        return token_at(request.request_id, item.stop) if item.samples else None
-
-    def _slot(self, request: Request, position: int) -> tuple[int, int]:
-        return request.block_ids[position // self.block_size], position % self.block_size
-
-    def _check_twin(self, output: SchedulerOutput, sampled: list[int]) -> None:
-        def shape(o: SchedulerOutput) -> list:
-            return [(i.request.request_id, i.start, i.num_tokens, i.samples, i.request.block_ids) for i in o.scheduled]
-
-        twin = self.schedulers[1]
-        other = twin.schedule()
-        assert shape(other) == shape(output) and other.num_preempted == output.num_preempted
-        twin.update(other, sampled)
-
-    def _check_answer(self, name: str) -> None:
+    def _check_tokens(self, request: Request) -> None:
+        """Exactly those of the model, in order, never more than asked for; ended when all are there."""
+        name = request.request_id
         prompt_len, max_tokens = self.limits[name]
-        assert self.finished[name] == [token_at(name, prompt_len + i) for i in range(max_tokens)]
+        told = request.output_token_ids
+        assert told == [token_at(name, prompt_len + i) for i in range(len(told))] and len(told) <= max_tokens
+        assert request.finished == (len(told) == max_tokens)
+        assert 0 <= request.num_accepted_tokens <= request.num_draft_tokens
+        if request.finished:
+            assert name not in self.finished and request.block_ids == []
+            self.finished[name] = told
+
+
+def _shape(output: SchedulerOutput) -> list:
+    return [(i.request.request_id, *i[1:], i.request.block_ids, i.request.guess_ids) for i in output.scheduled]

@@ -17,11 +17,11 @@ from engine.scheduler import SchedulerOutput
 
 
 @contextmanager
-def captured(runner: ModelRunner, num_rows: int) -> Iterator[None]:
-    """Within it steps of `num_rows` replay a graph captured now, with whatever stands in for parts of the model."""
+def captured(runner: ModelRunner, num_requests: int) -> Iterator[None]:
+    """Within it decodes of `num_requests` replay a graph captured now, with whatever stands in for parts of the model."""
     before = runner.graphs
     if before is not None:
-        runner.capture(CudaRecorder(runner.parallel.device), [num_rows])
+        runner.capture(CudaRecorder(runner.parallel.device), [num_requests])
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def time_steady(runner: ModelRunner, output: SchedulerOutput, replays: int) -> t
 
 def graph_of(runner: ModelRunner, output: SchedulerOutput) -> DecodeGraph | None:
     """The graph that `execute` replays for the step, its inputs those of the step; None where it has none."""
-    graph = None if runner.graphs is None else runner.graphs.choose(len(output.scheduled))
+    graph = None if runner.graphs is None else runner.graphs.choose(len(output.scheduled), output.plan)
     if graph is not None:
         runner.execute(output).read()
     return graph
@@ -65,7 +65,7 @@ def graph_of(runner: ModelRunner, output: SchedulerOutput) -> DecodeGraph | None
 
 def time_device(graph: DecodeGraph, replays: int) -> Timing:
     """Replays back to back, by the device's clock."""
-    return time_graph(graph.step.replay, replays)
+    return time_graph(graph.whole.replay, replays)
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Kernels:
 
 
 def profile(graph: DecodeGraph) -> Kernels:
-    graph.step.replay()
+    graph.whole.replay()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        graph.step.replay()
+        graph.whole.replay()
         torch.cuda.synchronize()
     spans = [
         (event.time_range.start, event.time_range.end)

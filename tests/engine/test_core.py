@@ -12,6 +12,7 @@ import torch
 import engine.cache_plan
 import engine.core
 import engine.model_runner
+import engine.rehearsal
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
@@ -32,6 +33,7 @@ def small_blocks():
         patch.setattr(engine.cache_plan, "BLOCK_SIZE", BLOCK)
         patch.setattr(engine.core, "BLOCK_SIZE", BLOCK)
         patch.setattr(engine.model_runner, "BLOCK_SIZE", BLOCK)
+        patch.setattr(engine.rehearsal, "BLOCK_SIZE", BLOCK)
         yield
 
 

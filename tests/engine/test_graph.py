@@ -9,47 +9,96 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine import rehearsal
 from engine.comm.collectives import agree_on_minimum
 from engine.comm.meter import MOE_COMBINE, CommMeter
 from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.decode_step import Variant, variants
 from engine.graph import GraphRunner, capture_obstacle
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
 from engine.request import SamplingParams
+from engine.scheduler import GuessPlan
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.gloo_ranks import on_ranks
 from tests.rerun import DeviceLengths, RerunRecorder, record
 
 
-def runner_of(sizes: list[int], taken: list[int], budget: int) -> GraphRunner:
-    def step(inputs):
-        return torch.zeros(inputs.num_rows, 5), torch.zeros(inputs.num_rows)
+class Step:
+    """One that computes nothing and sends what it is told to for each of its rows."""
 
-    runner = GraphRunner(RerunRecorder(taken), step, lambda *_: None, budget)
-    runner.capture_all([SimpleNamespace(num_rows=size) for size in sizes])
+    def __init__(self, meter: CommMeter | None = None):
+        self.meter = meter or CommMeter()
+
+    def whole(self, inputs, variant: Variant) -> None:
+        self.finish(variant, self.forward(inputs, variant))
+
+    def forward(self, inputs, variant: Variant) -> tuple:
+        self.meter.count(MOE_COMBINE, 100 * variant.num_rows, rounds=2)
+        return (SimpleNamespace(logits_MV=torch.zeros(variant.num_rows, 5)),)
+
+    def finish(self, variant: Variant, forwarded: tuple) -> None:
+        assert forwarded[0].logits_MV.shape == (variant.num_rows, 5)
+
+
+def wanted(sizes: list[int], num_guesses: int = 0, max_rows: int = 99) -> list[tuple[Variant, None]]:
+    return [(variant, None) for variant in variants(sizes, num_guesses, max_rows)]
+
+
+def runner_of(sizes: list[int], taken: list[int], budget: int, **options) -> GraphRunner:
+    runner = GraphRunner(RerunRecorder(taken), Step(), budget)
+    runner.capture_all(wanted(sizes, **options))
     return runner
+
+
+def chosen(runner: GraphRunner, num_requests: int, *plan: int) -> Variant | None:
+    graph = runner.choose(num_requests, GuessPlan(*plan))
+    return graph and graph.variant
 
 
 def test_each_number_of_requests_gets_the_smallest_bucket():
     runner = runner_of([1, 2, 4, 6], [], 0)
-    chosen = [runner.choose(n).inputs.num_rows for n in range(1, 7)]
-    assert chosen == [1, 2, 4, 4, 6, 6] and runner.choose(7) is None and runner.choose(0) is None
+    sizes = [chosen(runner, n).num_requests for n in range(1, 7)]
+    assert sizes == [1, 2, 4, 4, 6, 6] and runner.choose(7) is None and runner.choose(0) is None
 
 
 def test_buckets_over_the_budget_are_given_up_and_said(caplog):
     with caplog.at_level(logging.INFO):
-        runner = runner_of([1, 2, 4], [100, 0, 40, 1, 30, 9], 80)
-    assert [n and runner.choose(n) and runner.choose(n).inputs.num_rows for n in (1, 2, 3, 4)] == [1, 2, None, None]
+        runner = runner_of([1, 2, 4], [90, 4, 6, 40, 1, 0, 30, 5, 4], 80)
+    assert [chosen(runner, n) and chosen(runner, n).num_requests for n in (1, 2, 3, 4)] == [1, 2, None, None]
     assert runner.num_bytes == 80
     assert "4 rows" in caplog.text and "graph_memory_gb" in caplog.text and "2 decode graphs" in caplog.text
 
 
 def test_no_budget_no_graph():
-    assert runner_of([1, 2], [5, 5, 5, 5], 0).choose(1) is None
+    assert runner_of([1, 2], [5] * 6, 0).choose(1) is None
+
+
+def test_variants_are_plain_guessing_and_both_alike_up_to_the_most_rows():
+    assert variants([1, 4], 0, 99) == [(1, 0, 0), (4, 0, 0)]
+    assert set(variants([1, 4], 2, 8)) == {(1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 0, 2), (4, 0, 0), (4, 1, 1), (4, 0, 2)}
+    assert set(variants([8], 3, 4)) == {(8, 0, 0)}, "plain steps are never left out"
+
+
+def test_a_plan_gets_its_graph_or_the_next_smaller_one():
+    runner = runner_of([1, 4], [], 0, num_guesses=3, max_rows=8)
+    assert [chosen(runner, 1, k, k) for k in range(4)] == [(1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 3)]
+    assert chosen(runner, 1, 0, 3) == (1, 0, 3) and chosen(runner, 3, 0, 3) == (4, 0, 3)
+    assert [chosen(runner, 3, k, k) for k in range(4)] == [(4, 0, 0), (4, 1, 1), (4, 1, 1), (4, 1, 1)]
+    assert chosen(runner, 2, 2, 0) == (4, 1, 1) and chosen(runner, 1, 0, 1) == (1, 0, 0)
+    assert runner.num_verify(1) == [0, 1, 2, 3] and runner.num_verify(4) == [0, 1] and runner.num_verify(5) == []
+
+
+def test_a_size_whose_plain_step_does_not_fit_is_not_used_at_all():
+    """Steps of it would else depend on what is planned."""
+    taken = [9, 0, 0] + [50, 0, 0] * 2 + [60, 0, 0] + [0] * 6  # 2 x 2 rows; 2 that guess or are plain; 1 x 2 rows; ...
+    runner = runner_of([1, 2], taken, 55, num_guesses=1)
+    assert (2, 1, 1) in runner.captured and (2, 0, 0) not in runner.captured
+    assert runner.choose(2) is None and runner.num_verify(2) == [] and chosen(runner, 1) == (1, 0, 0)
 
 
 def test_a_capture_that_fails_leaves_no_graph():
@@ -57,21 +106,25 @@ def test_a_capture_that_fails_leaves_no_graph():
 
     class OutOfMemory(RerunRecorder):
         def memory(self) -> int:
-            if len(self.graphs) == 4:
+            if len(self.graphs) == 6:
                 raise MemoryError("no room")
             return super().memory()
 
-    runner = GraphRunner(OutOfMemory(), lambda i: (torch.zeros(i.num_rows, 5), torch.zeros(1)), lambda *_: None, 0)
+    runner = GraphRunner(OutOfMemory(), Step(), 0)
     with pytest.raises(MemoryError):
-        runner.capture_all([SimpleNamespace(num_rows=size) for size in (1, 2, 4)])
+        runner.capture_all(wanted([1, 2, 4]))
     assert runner.captured == {} and runner.choose(1) is None
 
 
-ROOM = (((100, 0), (40, 1), (30, 9)), ((90, 0), (50, 2), (20, 8)), ((20, 0), (60, 9), (4, 4)))
-"""For each of three ranks, what step and draw of buckets 4, 2 and 1 take: none could keep more than some."""
+ROOM = (
+    ((100, 0, 0), (40, 1, 0), (30, 4, 5)),
+    ((90, 0, 0), (50, 0, 2), (20, 8, 0)),
+    ((20, 0, 0), (60, 7, 2), (4, 2, 2)),
+)
+"""For each of three ranks, what the captures of buckets 4, 2 and 1 take: none could keep more than some."""
 
 
-def kept_on_ranks(parallel: ParallelState) -> tuple[list[int], int, list[int]]:
+def kept_on_ranks(parallel: ParallelState) -> tuple[list[tuple], int, list[int]]:
     """The buckets this rank keeps, what it believes they take, and when it entered captures."""
     recorder = RerunRecorder([size for bucket in ROOM[parallel.rank] for size in bucket])
     agreed: list[int] = []
@@ -80,18 +133,15 @@ def kept_on_ranks(parallel: ParallelState) -> tuple[list[int], int, list[int]]:
         agreed.append(value)
         return agree_on_minimum(value, parallel)
 
-    def step(inputs):
-        return torch.zeros(inputs.num_rows, 5), torch.zeros(inputs.num_rows)
-
-    runner = GraphRunner(recorder, step, lambda *_: None, 92, agree=agree)
-    runner.capture_all([SimpleNamespace(num_rows=size) for size in (1, 2, 4)])
-    return sorted(runner.captured), runner.num_bytes, agreed
+    runner = GraphRunner(recorder, Step(), 92, agree=agree)
+    runner.capture_all(wanted([1, 2, 4]))
+    return sorted(map(tuple, runner.captured)), runner.num_bytes, agreed
 
 
 def test_ranks_keep_the_same_buckets_though_one_has_less_memory(tmp_path):
     """Alone, rank 0 would keep 2 and 1, rank 1 would keep 4, rank 2 would keep 4 and 2."""
     outcomes = on_ranks(3, tmp_path, kept_on_ranks)
-    assert [kept for kept, _, _ in outcomes] == [[2]] * 3
+    assert [kept for kept, _, _ in outcomes] == [[(2, 0, 0)]] * 3
     assert [taken for _, taken, _ in outcomes] == [69] * 3, "what the bucket takes where it takes most"
     assert all(agreed[0::2] == [0, 0, 0] for _, _, agreed in outcomes), "no rank captures before the others"
 
@@ -109,7 +159,7 @@ def capture_on_ranks(parallel: ParallelState, checkpoint: str) -> dict:
     eager = ask(core, request)[0].token_ids
     sent = {kind: count - before[kind] for kind, count in parallel.meter.rounds.items()}
     runner.model.backend = DeviceLengths()
-    recorder = RerunRecorder([2**30, 0] if parallel.rank else [])
+    recorder = RerunRecorder([2**30, 0, 0] if parallel.rank else [])
     runner.capture(recorder)
     tokens = ask(core, request)[0].token_ids
     before = dict(parallel.meter.rounds)
@@ -117,7 +167,7 @@ def capture_on_ranks(parallel: ParallelState, checkpoint: str) -> dict:
         graph.replay = lambda: None
     ask(core, request)
     replayed = {kind: count - before[kind] for kind, count in parallel.meter.rounds.items()}
-    captured = sorted(runner.graphs.captured)
+    captured = sorted(map(tuple, runner.graphs.captured))
     runner.close()
     return {"tokens": [eager, tokens], "sent": [sent, replayed], "captured": captured, "open": runner.graphs}
 
@@ -125,7 +175,7 @@ def capture_on_ranks(parallel: ParallelState, checkpoint: str) -> dict:
 def test_ranks_capture_replay_and_count_alike(tmp_path, checkpoint):
     first, second = on_ranks(2, tmp_path, capture_on_ranks, str(checkpoint))
     assert first == second
-    assert first["captured"] == [1, 2] and first["open"] is None
+    assert first["captured"] == [(1, 0, 0), (2, 0, 0)] and first["open"] is None
     assert first["tokens"][0] == first["tokens"][1]
     assert first["sent"][0] == first["sent"][1] and first["sent"][0]["attention_reduce"] > 0
 
@@ -138,13 +188,8 @@ def test_what_cannot_be_captured_is_named():
 
 def test_replays_count_what_the_captured_step_sends():
     meter = CommMeter()
-
-    def step(inputs):
-        meter.count(MOE_COMBINE, 100 * inputs.num_rows, rounds=2)
-        return torch.zeros(inputs.num_rows, 5), torch.zeros(inputs.num_rows)
-
-    runner = GraphRunner(RerunRecorder(), step, lambda *_: None, 0, meter)
-    runner.capture_all([SimpleNamespace(num_rows=3)])
+    runner = GraphRunner(RerunRecorder(), Step(meter), 0, meter)
+    runner.capture_all(wanted([3]))
     assert (meter.rounds[MOE_COMBINE], meter.bytes[MOE_COMBINE]) == (4, 600), "two warm-ups, and no capture"
     sends = runner.choose(2).sends
     assert (sends.rounds[MOE_COMBINE], sends.bytes[MOE_COMBINE]) == (2, 300) and sum(sends.rounds.values()) == 2
@@ -231,7 +276,7 @@ def test_a_dry_run_of_all_steps_leaves_no_trace(plain):
     before = [answer.token_ids for answer in ask(plain, *requests)]
     runner = plain.replica.runner
     caches = runner.caches
-    runner._dry_run()
-    assert not hasattr(runner, "caches"), "a dry run has a cache of its own"
+    rehearsal._dry_run(runner)
+    assert runner.caches is None, "a dry run has a cache of its own"
     runner.caches = caches
     assert [answer.token_ids for answer in ask(plain, *requests)] == before

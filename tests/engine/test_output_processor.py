@@ -38,8 +38,8 @@ class Stream:
             if self.deltas and self.deltas[-1].finish_reason:
                 break
             item = ScheduledRequest(self.request, self.request.num_tokens - 1, 1, True)
-            self.request.append(token_id)
-            self.deltas += self.processor.process(SchedulerOutput([item]), ModelRunnerOutput([token_id]))
+            self.request.commit([token_id])
+            self.deltas += self.processor.process(SchedulerOutput([item]), ModelRunnerOutput([[token_id]]))
         return self
 
     @property
@@ -132,9 +132,9 @@ def test_ignored_ends_are_hidden_unless_asked_for(tokenizer):
 def test_logprob_rows_hold_the_chosen_token_and_the_best(tokenizer):
     stream = Stream(tokenizer, SamplingParams(logprobs=2))
     item = ScheduledRequest(stream.request, 2, 1, True)
-    stream.request.append(120)
+    stream.request.commit([120])
     values = SampledLogprobs([-3.0], [5], [[97, 98]], [[-0.5, -1.0]])
-    (delta,) = stream.processor.process(SchedulerOutput([item]), ModelRunnerOutput([120], {"r": values}))
+    (delta,) = stream.processor.process(SchedulerOutput([item]), ModelRunnerOutput([[120]], logprobs={"r": values}))
     (row,) = delta.logprobs
     assert [(i, r.logprob, r.rank, r.decoded_token) for i, r in row.items()] == [
         (120, -3.0, 5, "x"),
@@ -146,9 +146,9 @@ def test_logprob_rows_hold_the_chosen_token_and_the_best(tokenizer):
 def test_ids_of_equal_text_keep_their_own_entries(tokenizer):
     stream = Stream(tokenizer, SamplingParams(logprobs=3))
     item = ScheduledRequest(stream.request, 2, 1, True)
-    stream.request.append(0x80)
+    stream.request.commit([0x80])
     values = SampledLogprobs([-0.1], [1], [[0x80, 0x81, 0x82]], [[-0.1, -2.0, -3.0]])
-    (delta,) = stream.processor.process(SchedulerOutput([item]), ModelRunnerOutput([0x80], {"r": values}))
+    (delta,) = stream.processor.process(SchedulerOutput([item]), ModelRunnerOutput([[0x80]], logprobs={"r": values}))
     assert list(delta.logprobs[0]) == [0x80, 0x81, 0x82]
     assert [row.rank for row in delta.logprobs[0].values()] == [1, 2, 3]
 

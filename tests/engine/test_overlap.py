@@ -26,11 +26,11 @@ END = 7
 class LazyOutput(ModelRunnerOutput):
     """Tokens that exist on the device alone until they are read."""
 
-    def __init__(self, tokens: list[int]):
+    def __init__(self, tokens: list[list[int]]):
         super().__init__()
         self._tokens = tokens
 
-    def read(self) -> list[int]:
+    def read(self) -> list[list[int]]:
         self.token_ids = self._tokens
         return self.token_ids
 
@@ -65,7 +65,7 @@ class SimulatedDevice:
                 assert self.cache[self._slot(request, position)][:2] == (request, position)
             if item.samples:
                 last[request] = token_of(request.request_id, item.stop)
-                sampled.append(last[request])
+                sampled.append([last[request]])
         self.last = last
         return LazyOutput(sampled)
 
@@ -112,7 +112,8 @@ class World:
         tokens = iter(result.token_ids)
         for item in output.scheduled:
             if item.samples:
-                self._take(item.request, next(tokens))
+                (token,) = next(tokens)
+                self._take(item.request, token)
         assert next(tokens, None) is None
 
     def _take(self, request: Request, token: int) -> None:

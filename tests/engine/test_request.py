@@ -113,5 +113,5 @@ def test_where_a_request_ends(tokens, params, max_tokens, end):
     request = Request("r", [0], params, 0, max_tokens, frozenset({9, *params.stop_token_ids}))
     for token in tokens:
         assert not request.finished
-        request.append(token)
+        assert request.commit([token]) == [token]
     assert (request.finish_reason, request.stop_reason) == end

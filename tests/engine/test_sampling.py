@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from engine.kernels.random import gumbel
 from engine.request import Request, SamplingParams
-from engine.sampling import Sampler, gather_logprobs
+from engine.sampling import LogitShaper, SamplingRows, draw, gather_logprobs, greedy
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -19,6 +20,17 @@ EOS = 49
 
 def make(params: SamplingParams, prompt=(1, 2, 3), output=(), seed=0, stop_ids=(EOS,)) -> Request:
     return Request("r", list(prompt), params, seed, 99, frozenset(stop_ids), list(output))
+
+
+def sample(logits_SV: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """One token a row, as a step of the engine chooses it."""
+    logits_SV, shape = logits_SV.clone(), LogitShaper(CPU)
+    for row, request in enumerate(requests):
+        shape(logits_SV[row : row + 1], request)
+    tokens_S = torch.full((len(requests),), -1)
+    places = np.array([r.num_tokens for r in requests])
+    draw(logits_SV, greedy(logits_SV, tokens_S), SamplingRows.of(requests, places, CPU), tokens_S)
+    return tokens_S
 
 
 def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -94,9 +106,7 @@ def test_any_parameters_against_the_oracle(case):
     rng = random.Random(case)
     requests = [random_request(rng) for _ in range(6)]
     logits = random_logits(6, case)
-    before = logits.clone()
-    chosen = Sampler(CPU)(logits, requests)
-    assert torch.equal(logits, before), "the caller's logits serve the log-probabilities later"
+    chosen = sample(logits, requests)
     for row, request, token in zip(logits.tolist(), requests, chosen.tolist(), strict=True):
         scores = oracle_shape(row, request)
         if not request.params.greedy:
@@ -110,16 +120,31 @@ def test_a_row_is_bitwise_independent_of_its_neighbours(case):
     """Same seed, same token: alone, in any batch, in any order."""
     rng = random.Random(1000 + case)
     requests, logits = [random_request(rng) for _ in range(12)], random_logits(12, case)
-    sampler = Sampler(CPU)
-    together = sampler(logits, requests).tolist()
+    together = sample(logits, requests).tolist()
     order = rng.sample(range(12), 12)
-    assert sampler(logits[order], [requests[i] for i in order]).tolist() == [together[i] for i in order]
-    assert [int(sampler(logits[i : i + 1], [requests[i]])) for i in range(12)] == together
+    assert sample(logits[order], [requests[i] for i in order]).tolist() == [together[i] for i in order]
+    assert [int(sample(logits[i : i + 1], [requests[i]])) for i in range(12)] == together
 
 
-def draw(params: SamplingParams, logits: torch.Tensor, count: int = 400, **kwargs) -> list[int]:
+@pytest.mark.parametrize("case", range(20))
+def test_rows_of_guesses_are_shaped_as_if_the_guesses_before_were_output(case):
+    """Row j of a verify step is what plain decoding would see after j of the guesses; rows beyond are like the last."""
+    rng = random.Random(2000 + case)
+    request = random_request(rng)
+    request.guess_ids = [rng.randrange(VOCAB) for _ in range(4)]
+    num_guesses = rng.randrange(5)
+    logits = random_logits(6, case)
+    shaped = logits.clone()
+    LogitShaper(CPU)(shaped, request, num_guesses)
+    for row in range(6):
+        output = request.output_token_ids + request.guess_ids[: min(row, num_guesses)]
+        alone = make(request.params, request.prompt_token_ids, output, 0, request.stop_token_ids)
+        assert shaped[row].tolist() == pytest.approx(oracle_shape(logits[row].tolist(), alone), abs=1e-4)
+
+
+def draws_of(params: SamplingParams, logits: torch.Tensor, count: int = 400, **kwargs) -> list[int]:
     requests = [make(params, seed=seed, **kwargs) for seed in range(count)]
-    return Sampler(CPU)(logits.expand(count, -1), requests).tolist()
+    return sample(logits.expand(count, -1), requests).tolist()
 
 
 PROBS = torch.tensor([0.4, 0.3, 0.2, 0.07, 0.03]).log()
@@ -147,14 +172,14 @@ PROBS = torch.tensor([0.4, 0.3, 0.2, 0.07, 0.03]).log()
     ],
 )
 def test_the_tokens_that_can_come(params, support):
-    assert set(draw(SamplingParams(**params), PROBS, stop_ids=())) == support
+    assert set(draws_of(SamplingParams(**params), PROBS, stop_ids=())) == support
 
 
 @pytest.mark.parametrize("offset", [0.0, 500.0, -500.0])
 def test_tiny_temperatures_of_large_logits_give_the_most_likely(offset):
     """1e-37 would turn several logits into infinity, and the first of them would win."""
     logits = torch.tensor([10.0, 12.0, 11.0]) + offset
-    assert set(draw(SamplingParams(temperature=1e-37), logits, stop_ids=())) == {1}
+    assert set(draws_of(SamplingParams(temperature=1e-37), logits, stop_ids=())) == {1}
 
 
 def test_min_tokens_masks_every_end_until_then():
@@ -162,42 +187,42 @@ def test_min_tokens_masks_every_end_until_then():
     logits[[4, 5]] = 50.0
     params = SamplingParams(min_tokens=2, max_tokens=9)
     for num_output, expected in ((0, False), (1, False), (2, True)):
-        drawn = set(draw(params, logits, output=[0] * num_output, stop_ids=(4, 5)))
+        drawn = set(draws_of(params, logits, output=[0] * num_output, stop_ids=(4, 5)))
         assert bool(drawn & {4, 5}) is expected
-    greedy = SamplingParams(min_tokens=2, max_tokens=9, temperature=0.0)
-    assert set(draw(greedy, logits, 1, stop_ids=(4, 5))) == {0}
+    params = SamplingParams(min_tokens=2, max_tokens=9, temperature=0.0)
+    assert set(draws_of(params, logits, 1, stop_ids=(4, 5))) == {0}
 
 
 def test_bias_bans_and_forces():
     logits = random_logits(1, 0)[0]
     best = int(logits.argmax())
-    assert best not in draw(SamplingParams(logit_bias={best: -100}), logits)
-    assert set(draw(SamplingParams(logit_bias={7: 100}), logits)) == {7}
+    assert best not in draws_of(SamplingParams(logit_bias={best: -100}), logits)
+    assert set(draws_of(SamplingParams(logit_bias={7: 100}), logits)) == {7}
 
 
 def test_the_repetition_penalty_sees_the_prompt_and_the_others_do_not():
     logits = torch.tensor([[2.0, 1.9, -5.0]])
 
-    def greedy(**changes) -> int:
-        return int(Sampler(CPU)(logits, [make(SamplingParams(temperature=0.0, **changes), prompt=[0, 0])]))
+    def best(**changes) -> int:
+        return int(sample(logits, [make(SamplingParams(temperature=0.0, **changes), prompt=[0, 0])]))
 
-    assert greedy() == 0 and greedy(repetition_penalty=1.2) == 1
-    assert greedy(presence_penalty=2.0, frequency_penalty=2.0) == 0
+    assert best() == 0 and best(repetition_penalty=1.2) == 1
+    assert best(presence_penalty=2.0, frequency_penalty=2.0) == 0
 
 
 @pytest.mark.parametrize("seed", [-1, 0, 2**63 - 1, -(2**63), 2**32 + 5])
 def test_every_64_bit_seed_works_and_repeats(seed):
     logits = random_logits(1, 3)
     params = SamplingParams(temperature=1.0)
-    first, again = (int(Sampler(CPU)(logits, [make(params, seed=seed)])) for _ in range(2))
+    first, again = (int(sample(logits, [make(params, seed=seed)])) for _ in range(2))
     assert first == again
 
 
 def test_seeds_and_places_draw_apart():
     logits = torch.zeros(1, VOCAB)
-    sampler, params = Sampler(CPU), SamplingParams()
-    by_seed = {int(sampler(logits, [make(params, seed=s)])) for s in range(100)}
-    by_place = {int(sampler(logits, [make(params, output=[0] * n)])) for n in range(100)}
+    params = SamplingParams()
+    by_seed = {int(sample(logits, [make(params, seed=s)])) for s in range(100)}
+    by_place = {int(sample(logits, [make(params, output=[0] * n)])) for n in range(100)}
     assert len(by_seed) > 30 and len(by_place) > 30
 
 

@@ -9,18 +9,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
-from tests.scheduler_model import ScheduledWorld, make_request
+from engine.scheduler import GuessPlan, Scheduler
+from tests.scheduler_model import ScheduledWorld, make_request, token_at
+
+
+def plans() -> st.SearchStrategy[GuessPlan]:
+    """Also those that guess without verifying, or verify what an earlier step guessed."""
+    return st.builds(GuessPlan, st.integers(0, 4), st.integers(0, 4))
 
 
 class AnyTraffic(RuleBasedStateMachine):
     """Arrivals, aborts and steps in any order, with pools and budgets so small that all of them collide."""
 
     @initialize(
-        num_blocks=st.integers(2, 9), block_size=st.integers(1, 4), seqs=st.integers(1, 5), budget=st.integers(1, 9)
+        num_blocks=st.integers(2, 9),
+        block_size=st.integers(1, 4),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 9),
+        replays=st.booleans(),
     )
-    def start(self, num_blocks, block_size, seqs, budget):
-        self.world = ScheduledWorld(num_blocks, block_size, seqs, budget)
+    def start(self, num_blocks, block_size, seqs, budget, replays):
+        self.world = ScheduledWorld(num_blocks, block_size, seqs, budget, replays)
 
     @rule(data=st.data())
     def arrive(self, data):
@@ -33,14 +42,18 @@ class AnyTraffic(RuleBasedStateMachine):
     def end(self, data, reason):
         self.world.end(data.draw(st.sampled_from(sorted(self.world.scheduler._requests))), reason)
 
-    @rule(count=st.integers(1, 8))
-    def step(self, count):
+    @rule(count=st.integers(1, 8), plan=plans(), ahead=st.booleans())
+    def step(self, count, plan, ahead):
         for _ in range(count):
-            self.world.step()
+            self.world.step(plan, ahead)
+
+    @rule()
+    def read(self):
+        self.world.read(0)
 
     def teardown(self):
         if hasattr(self, "world"):
-            self.world.drain()
+            self.world.drain(GuessPlan(2, 2), ahead=True)
 
 
 _SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -61,6 +74,61 @@ def test_small_pools_do_force_preemption():
     world.drain()
     assert world.scheduler.num_preemptions > 0
     assert list(world.finished) == sorted(world.finished, key=lambda n: world.arrivals[n])
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_guesses_are_accepted_ahead_of_the_host_in_small_pools_too(replays):
+    """Without any of it, the traffic above could pass with nothing tried."""
+    world = ScheduledWorld(num_blocks=9, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, replays=replays)
+    for i in range(4):
+        world.add(f"r{i}", 3, 9)
+    steps = 0
+    while world.scheduler.has_unfinished:
+        world.step(GuessPlan(3, 3), ahead=True)
+        steps += 1
+    world.drain()
+    assert world.scheduler.num_preemptions > 0 and world.side.device.num_accepted > 2
+    assert len(world.finished) == 4
+    assert (world.ahead > 3) is replays
+
+
+def test_right_guesses_shorten_the_run_to_as_few_steps_as_they_can():
+    world = ScheduledWorld(num_blocks=20, block_size=4, max_num_seqs=1, max_num_batched_tokens=16)
+    world.side.device._guess = world.twin.device._guess = lambda request, position, count: [
+        token_at(request.request_id, p) for p in range(position + 1, position + 1 + count)
+    ]
+    world.add("r", 3, 13)
+    counts = []
+    while world.scheduler.has_unfinished:
+        (item,) = world.step(GuessPlan(3, 3)).scheduled
+        counts.append(item.num_guesses)
+    assert counts == [0, 3, 3, 3], "one token, then four a step"
+    request = item.request
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (9, 9)
+
+
+def test_guesses_that_no_answer_can_use_are_not_verified():
+    """The last token that max_tokens allows needs no guess of the one after."""
+    world = ScheduledWorld(num_blocks=20, block_size=4, max_num_seqs=1, max_num_batched_tokens=16)
+    world.side.device._guess = world.twin.device._guess = lambda request, position, count: [5] * count
+    world.add("r", 3, 5)
+    found = []
+    while world.scheduler.has_unfinished:
+        found += [item.num_guesses for item in world.step(GuessPlan(4, 4)).scheduled]
+    assert found == [0, 3, 2, 1, 0]
+
+
+def test_guesses_share_the_budget_with_prompts():
+    """Two that decode would else take all eight rows of every step until they end."""
+    world = ScheduledWorld(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    world.add("a", 2, 40)
+    world.add("b", 2, 40)
+    for _ in range(2):
+        world.step(GuessPlan(3, 3))
+    world.add("long", 20, 2)
+    for _ in range(8):
+        world.step(GuessPlan(3, 3))
+    assert "long" in world.finished or world.scheduler.get("long").output_token_ids
 
 
 @pytest.mark.parametrize("prompt_len", [3, 4, 5, 8, 12])
@@ -138,8 +206,9 @@ def test_a_stop_id_ends_a_request_and_frees_it():
     scheduler = Scheduler(KVCacheManager(4, 4), 2, 16)
     params = SamplingParams(max_tokens=9, stop_token_ids=[7])
     scheduler.add(Request("r", [1, 2, 3], params, 0, 9, frozenset({7, 8})))
-    for token, finished in ((5, []), (7, ["r"])):
-        done = scheduler.update(scheduler.schedule(), [token])
-        assert [r.request_id for r in done] == finished
-    assert done[0].finish_reason == "stop" and done[0].stop_reason == 7
+    request = scheduler.get("r")
+    for token, finished in ((5, False), (7, True)):
+        scheduler.update(scheduler.schedule(), [[token]])
+        assert request.finished is finished
+    assert request.finish_reason == "stop" and request.stop_reason == 7 and request.block_ids == []
     assert not scheduler.has_unfinished and scheduler.kv_cache.usage == 0

@@ -1,0 +1,121 @@
+"""What a device does with a scheduler's steps: a model that says a token by name and place, guesses of what it will say
+that are right or wrong by chance, and a cache that remembers who wrote which slot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.request import Request
+from engine.scheduler import ScheduledRequest, SchedulerOutput
+
+WRONG = 5  # a token that no model says
+
+
+class Left(NamedTuple):
+    """What a step left of a request on the device: its last token, where that is, guesses of those after."""
+
+    position: int
+    token: int
+    guesses: list[int]
+
+
+class Told(NamedTuple):
+    """Tokens committed, and guesses of those after, for each request that samples."""
+
+    committed: list[list[int]]
+    guesses: list[list[int]]
+
+
+class SimulatedDevice:
+    """token_of(name, position): what the model says. end: the token that ends an answer, if one does.
+
+    `replays`: steps of decodes alone run as graphs, which take tokens, places and guesses from what the step before
+    left, and verify as many guesses as planned, however few the scheduler counts on. Other steps take the host's word.
+    """
+
+    def __init__(
+        self, block_size: int, token_of: Callable[[str, int], int], replays: bool = True, seed: int = 0, end: int = -9
+    ):
+        self.block_size, self.token_of, self.replays, self.seed, self.end = block_size, token_of, replays, seed, end
+        self.cache: dict[tuple[int, int], tuple] = {}
+        self.left: dict[Request, Left] = {}
+        self.num_accepted = 0
+
+    def run(self, output: SchedulerOutput) -> Told:
+        is_graph = self.replays and all(item.samples and item.num_tokens == 1 for item in output.scheduled)
+        left, committed = {}, []
+        for item in output.scheduled:
+            drawn = self._step(item, output.plan.num_verify if is_graph else None)
+            if item.samples:
+                root = self._root(item)
+                position = root + len(drawn)
+                guesses = self._guess(item.request, position, output.plan.num_propose)
+                left[item.request] = Left(position, drawn[-1], guesses)
+                committed.append(drawn)
+                self.num_accepted += len(drawn) - 1
+        self.left = left
+        return Told(committed, [row.guesses for row in left.values()])
+
+    def _root(self, item: ScheduledRequest) -> int:
+        """Where the step's last token that is no guess lies."""
+        request = item.request
+        if not (request.num_pending and item.samples):
+            return item.stop - 1
+        position = self.left[request].position
+        assert item.num_tokens == 1
+        assert item.start <= position <= item.start + request.num_pending_guesses, "the host's start bounds it"
+        return position
+
+    def _step(self, item: ScheduledRequest, num_verify: int | None) -> list[int]:
+        """The tokens that the step commits, of a request that samples. num_verify: of a graph, None without one."""
+        request, root = item.request, self._root(item)
+        assert not request.finished
+        pending = bool(request.num_pending and item.samples)
+        if num_verify is None:
+            assert root == item.stop - 1, "only a graph takes a place from the device"
+        tokens = [self.left[request].token] if pending else request.token_ids(item.start, item.stop)
+        guesses = self.left[request].guesses if pending else request.guess_ids
+        limit = len(request.block_ids) * self.block_size
+        if num_verify is None:
+            guesses = guesses[: item.num_guesses]
+            assert len(guesses) == item.num_guesses and root + item.num_guesses < limit, "each guess has its row"
+        else:
+            guesses = guesses[: min(num_verify, max(limit - root - 1, 0))]
+        over = self._is_over(request, root)
+        assert root < limit or over
+        for position, token in enumerate([*tokens, *guesses], start=root - len(tokens) + 1):
+            if position < limit:
+                self.cache[self._slot(request, position)] = (request, position, token)
+        if not over:
+            self._read_back(request, root)
+        drawn = [self.token_of(request.request_id, root + 1 + row) for row in range(len(guesses) + 1)]
+        accepted = next((i for i, (g, t) in enumerate(zip(guesses, drawn, strict=False)) if g != t), len(guesses))
+        return drawn[: accepted + 1]
+
+    def _read_back(self, request: Request, root: int) -> None:
+        """All that attention would read of the committed tokens."""
+        num_prompt = len(request.prompt_token_ids)
+        for position in range(root + 1):
+            inside = position < num_prompt
+            token = (
+                request.prompt_token_ids[position] if inside else self.token_of(request.request_id, position)
+            )
+            assert self.cache[self._slot(request, position)] == (request, position, token)
+
+    def _is_over(self, request: Request, root: int) -> bool:
+        """Whether the request has ended by its own tokens up to `root`, though the host may not know yet."""
+        num_prompt = len(request.prompt_token_ids)
+        said = [self.token_of(request.request_id, p) for p in range(num_prompt, root + 1)]
+        return len(said) >= request.max_tokens or self.end in said
+
+    def _guess(self, request: Request, position: int, count: int) -> list[int]:
+        """Of the tokens after `position`."""
+        rng = random.Random(f"{self.seed} {request.request_id} {position}")
+        skill = rng.choice([0.0, 0.5, 0.9, 1.0])
+        places = range(position + 1, position + 1 + count)
+        return [self.token_of(request.request_id, p) if rng.random() < skill else WRONG for p in places]
+
+    def _slot(self, request: Request, position: int) -> tuple[int, int]:
+        return request.block_ids[position // self.block_size], position % self.block_size
