@@ -102,7 +102,7 @@ class ScheduledWorld:
         self.check_blocks()
         self._check_limits(output)
         scheduled = [item.request for item in output.scheduled]
-        if unfinished:
+        if unfinished and (not self.side.in_flight or unfinished[0] in self.scheduler.running):
             assert unfinished[0] in scheduled, "the oldest request makes progress in every step"
         for request in decoding:
             assert request in scheduled or request in self.scheduler.waiting, "a prefill never stalls a decode"
@@ -135,7 +135,7 @@ class ScheduledWorld:
 
     def drain(self, plan: GuessPlan = NO_GUESSES, ahead: bool = False) -> None:
         most = sum(prompt_len + max_tokens for prompt_len, max_tokens in self.limits.values()) + 1
-        for _ in range(most):
+        for _ in range(2 * most):
             if not self.scheduler.has_unfinished:
                 break
             self.step(plan, ahead)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.bench.roofline import ShareSizes
 from engine.config import EngineConfig
-from engine.model_runner import GPU_MEMORY_SHARE
+from engine.rehearsal import GPU_MEMORY_SHARE
 
 WORKSPACE_BYTES = 2 * 10**9
 """Activations of the largest step, the library's own buffers and the context: an allowance, not a count."""

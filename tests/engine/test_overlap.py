@@ -14,11 +14,12 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Replica
 from engine.launch import start_engine
 from engine.request import Request, SamplingParams
-from engine.scheduler import SchedulerOutput
+from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.step_output import ModelRunnerOutput
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.scheduler_model import hash_of
+from tests.simulated_device import SimulatedDevice
 
 END = 7
 
@@ -26,51 +27,33 @@ END = 7
 class LazyOutput(ModelRunnerOutput):
     """Tokens that exist on the device alone until they are read."""
 
-    def __init__(self, tokens: list[list[int]]):
+    def __init__(self, tokens: list[list[int]], guesses: list[list[int]]):
         super().__init__()
-        self._tokens = tokens
+        self._told = tokens, guesses
 
     def read(self) -> list[list[int]]:
-        self.token_ids = self._tokens
+        self.token_ids, self.guess_ids = self._told
         return self.token_ids
 
 
-class SimulatedDevice:
-    """A runner whose model says a token by name and place, over a cache that remembers who wrote which slot."""
+class Runner:
+    """A runner on a simulated device, whose model may end answers."""
 
     overlaps = False
 
-    def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.cache: dict[tuple[int, int], tuple] = {}
-        self.last: dict[Request, int] = {}
-        self.num_extra = 0
+    def __init__(self, num_blocks: int, block_size: int, replays: bool = True):
+        self.num_blocks = num_blocks
+        self.device = SimulatedDevice(block_size, token_of, replays, end=END)
         self.lost: str | None = None
 
     def failure(self) -> str | None:
         return self.lost
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        sampled, last = [], {}
-        for item in output.scheduled:
-            request = item.request
-            assert not request.finished
-            tokens = request.token_ids(item.start, item.stop)
-            if request.num_pending:
-                tokens = [*tokens, self.last[request]]
-            assert len(tokens) == item.num_tokens
-            for position, token in zip(range(item.start, item.stop), tokens, strict=True):
-                self.cache[self._slot(request, position)] = (request, position, token)
-            for position in range(item.stop):
-                assert self.cache[self._slot(request, position)][:2] == (request, position)
-            if item.samples:
-                last[request] = token_of(request.request_id, item.stop)
-                sampled.append([last[request]])
-        self.last = last
-        return LazyOutput(sampled)
+    def replays(self, num_requests: int) -> bool:
+        return self.device.replays
 
-    def _slot(self, request: Request, position: int) -> tuple[int, int]:
-        return request.block_ids[position // self.block_size], position % self.block_size
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        return LazyOutput(*self.device.run(output))
 
 
 def token_of(name: str, position: int) -> int:
@@ -82,16 +65,19 @@ def token_of(name: str, position: int) -> int:
 class World:
     """A replica on a simulated device, and what came of every request."""
 
-    def __init__(self, overlap: bool, num_blocks: int, block_size: int, seqs: int, budget: int):
+    def __init__(
+        self, overlap: bool, num_blocks: int, block_size: int, seqs: int, budget: int, replays: bool = True
+    ):
         config = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=budget)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.core, "BLOCK_SIZE", block_size)
-            self.replica = Replica(config, SimulatedDevice(num_blocks, block_size), overlap)
+            self.replica = Replica(config, Runner(num_blocks, block_size, replays), overlap)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.finish: list = []
         self.new: list[Request] = []
         self.after: dict[str, int] = {}
+        self.num_ahead = 0
 
     def add(self, name: str, prompt_len: int, max_tokens: int, stop_after: int, penalty: bool) -> None:
         """stop_after: tokens after which the caller ends it, as a stop string does; 0 = never."""
@@ -104,33 +90,37 @@ class World:
             self.ended[name] = "abort"
             self.finish.append([name, "abort", None])
 
-    def step(self) -> None:
+    def step(self, plan: GuessPlan = NO_GUESSES) -> None:
         new, finish, self.new, self.finish = self.new, self.finish, [], []
         self.replica.apply(new, [])
         self.replica.apply([], finish)
-        output, result = self.replica.step()
-        tokens = iter(result.token_ids)
-        for item in output.scheduled:
-            if item.samples:
-                (token,) = next(tokens)
-                self._take(item.request, token)
-        assert next(tokens, None) is None
+        unread, launched = len(self.replica._in_flight), self.replica.num_steps
+        output, result = self.replica.step(plan)
+        self.num_ahead += unread * (self.replica.num_steps - launched)
+        sampling = [item.request for item in output.scheduled if item.samples]
+        assert len(sampling) == len(result.token_ids)
+        for request in sampling:
+            self._take(request)
 
-    def _take(self, request: Request, token: int) -> None:
+    def _take(self, request: Request) -> None:
+        """As the output processor does: what is new of a request's own tokens, up to where the caller ends it."""
         name = request.request_id
         assert name not in self.ended, "nothing comes after the end"
-        self.tokens[name].append(token)
-        if request.finished:
-            self.ended[name] = request.finish_reason
-        elif len(self.tokens[name]) == self.after[name]:
+        known, told = len(self.tokens[name]), request.output_token_ids
+        assert len(told) > known, "a step that samples commits"
+        self.tokens[name] = told[: self.after[name] or None]
+        if len(self.tokens[name]) == self.after[name] and not (request.finished and len(told) == self.after[name]):
             self.ended[name] = "stop string"
-            self.finish.append([name, "stop", "x"])
+            if not request.finished:
+                self.finish.append([name, "stop", "x"])
+        elif request.finished:
+            self.ended[name] = request.finish_reason
 
-    def drain(self) -> None:
+    def drain(self, plan: GuessPlan = NO_GUESSES) -> None:
         for _ in range(3000):
             if not (self.new or self.finish or self.replica.has_unfinished):
                 break
-            self.step()
+            self.step(plan)
         assert not self.replica.has_unfinished and self.replica.scheduler.kv_cache.usage == 0.0
 
 
@@ -138,7 +128,22 @@ class World:
 @given(data=st.data())
 def test_overlap_changes_no_answer(data):
     shape = [data.draw(st.integers(*bounds)) for bounds in ((3, 9), (1, 4), (1, 5), (1, 9))]
-    worlds = [World(overlap, *shape) for overlap in (False, True)]
+    worlds = [World(False, *shape), World(True, *shape)]
+    check_answers(data, worlds, [NO_GUESSES, NO_GUESSES])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_guesses_change_no_answer(data):
+    """Plain steps, and steps with guesses: one after the other, ahead in graphs, and ahead where steps are eager."""
+    shape = [data.draw(st.integers(*bounds)) for bounds in ((3, 9), (1, 4), (1, 5), (1, 9))]
+    plan = GuessPlan(data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4)))
+    worlds = [World(False, *shape), World(False, *shape), World(True, *shape), World(True, *shape, replays=False)]
+    check_answers(data, worlds, [NO_GUESSES, plan, plan, plan])
+
+
+def check_answers(data, worlds: list[World], plans: list[GuessPlan]) -> None:
+    """The same traffic for all of them; the answers are those of the first."""
     most = worlds[0].replica.scheduler.kv_cache.max_tokens
     names: list[str] = []
     for _ in range(data.draw(st.integers(1, 25))):
@@ -155,18 +160,37 @@ def test_overlap_changes_no_answer(data):
             for world in worlds:
                 world.abort(name)
         else:
-            for world in worlds:
-                world.step()
-    for world in worlds:
-        world.drain()
-    plain, ahead = worlds
-    assert set(plain.ended) == set(ahead.ended) == set(names)
+            for world, plan in zip(worlds, plans, strict=True):
+                world.step(plan)
+    for world, plan in zip(worlds, plans, strict=True):
+        world.drain(plan)
+        check_same(worlds[0], world, names)
+
+
+def check_same(plain: World, other: World, names: list[str]) -> None:
+    assert set(plain.ended) == set(other.ended) == set(names)
     for name in names:
-        if "abort" in (plain.ended[name], ahead.ended[name]):
-            shorter = min(len(plain.tokens[name]), len(ahead.tokens[name]))
-            assert plain.tokens[name][:shorter] == ahead.tokens[name][:shorter]
+        if "abort" in (plain.ended[name], other.ended[name]):
+            shorter = min(len(plain.tokens[name]), len(other.tokens[name]))
+            assert plain.tokens[name][:shorter] == other.tokens[name][:shorter]
         else:
-            assert plain.tokens[name] == ahead.tokens[name] and plain.ended[name] == ahead.ended[name]
+            assert plain.tokens[name] == other.tokens[name] and plain.ended[name] == other.ended[name]
+
+
+@pytest.mark.parametrize(("overlap", "replays"), [(False, True), (True, True), (True, False)])
+def test_guesses_are_accepted_in_few_steps_and_ahead_only_in_graphs(overlap, replays):
+    """Without it, the test above could pass with nothing tried."""
+    worlds = [World(overlap, 200, 4, 12, 64, replays) for _ in range(2)]
+    for world, plan in zip(worlds, (NO_GUESSES, GuessPlan(3, 3)), strict=True):
+        for i in range(12):
+            world.add(f"g{i}", 3, 30, 0, False)
+        world.drain(plan)
+    plain, guessing = worlds
+    assert guessing.tokens == plain.tokens
+    assert guessing.replica.runner.device.num_accepted > 10 > plain.replica.runner.device.num_accepted == 0
+    assert guessing.replica.num_steps < plain.replica.num_steps
+    assert (plain.num_ahead > 3) is overlap
+    assert (guessing.num_ahead > 3) is (overlap and replays)
 
 
 def test_steps_do_run_ahead_and_small_pools_do_preempt():
