@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.request import CompletionDelta, SamplingParams
+from engine.request import CompletionDelta, RequestMetrics, SamplingParams
 
 
 @dataclass
@@ -16,6 +16,7 @@ class Answer:
     logprobs: list = field(default_factory=list)
     prompt_logprobs: list | None = None
     end: tuple | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
     def take(self, delta: CompletionDelta) -> None:
         assert self.end is None, "nothing comes after the end"
@@ -27,6 +28,7 @@ class Answer:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.end = (delta.finish_reason, delta.stop_reason)
+            self.metrics = delta.metrics
 
 
 def drain(core: EngineCore, answers=None, most: int = 5000) -> dict[tuple[str, int], Answer]:

@@ -1,0 +1,336 @@
+"""Guesses change no answer: scripted drafts that are right, wrong, or say what they should not, against plain decoding.
+
+Each step shape twice: eager, where the host knows the guesses, and replayed ahead of the tokens of the step before,
+where the device alone knows how many of them were accepted.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import engine.cache_plan
+import engine.core
+import engine.model_runner
+import engine.rehearsal
+from engine.core import EngineCore
+from engine.request import SamplingParams
+from tests.answers import Answer, ask, drain
+from tests.checkpoints import SMALL, build_checkpoint
+from tests.scripted_drafts import build, nothing, one_more_each_time, right, says, sometimes, teach, wrong
+
+BLOCK = 8
+BLOCK_BYTES = 4 * BLOCK * (SMALL.num_hidden_layers * (SMALL.kv_lora_rank + SMALL.qk_rope_head_dim) + 1)
+EOS = 256 + SMALL.num_merges + 1
+K = 4
+SCRIPTS = {
+    "right": right,
+    "wrong": wrong,
+    "sometimes": sometimes,
+    "in turn": one_more_each_time,
+    "nothing": nothing,
+    "end first": says(EOS, 0),
+    "end second": says(EOS, 1),
+    "end third": says(EOS, 2),
+    "none second": says(-1, 1),
+}
+KINDS = ["eager", "ahead"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks():
+    """Blocks of 8 tokens, so that short requests and their guesses cross many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (engine.cache_plan, engine.core, engine.model_runner, engine.rehearsal):
+            patch.setattr(module, "BLOCK_SIZE", BLOCK)
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build_checkpoint(tmp_path_factory.mktemp("speculation"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint) -> EngineCore:
+    return build(checkpoint, None, max_model_len=160, max_num_seqs=5)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def guessing(request, checkpoint, plain) -> EngineCore:
+    return build(checkpoint, K, request.param == "ahead", max_model_len=160, max_num_seqs=5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request):
+    """After each test the engines it used are empty."""
+    yield
+    for name in {"plain", "guessing"} & set(request.fixturenames):
+        core = request.getfixturevalue(name)
+        assert not core.has_unfinished() and core.unfinished_ids() == []
+        assert core.stats().kv_cache_usage == 0.0
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed * 1000 + length)
+    return [rng.randrange(300) for _ in range(length)]
+
+
+def greedy(max_tokens: int = 12, **changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | changes)
+
+
+def drawn(seed: int, max_tokens: int = 12, **changes) -> SamplingParams:
+    return greedy(max_tokens, temperature=1.0, seed=seed, **changes)
+
+
+def check_same(one: Answer, other: Answer) -> None:
+    assert (one.token_ids, one.text, one.end) == (other.token_ids, other.text, other.end)
+    check_rows(one.logprobs, other.logprobs)
+    assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    check_rows((one.prompt_logprobs or [None])[1:], (other.prompt_logprobs or [None])[1:])
+
+
+def check_rows(some: list[dict], others: list[dict]) -> None:
+    assert len(some) == len(others)
+    for ours, theirs in zip(some, others, strict=True):
+        assert list(ours)[:1] == list(theirs)[:1] and set(ours) == set(theirs)
+        assert all(ours[t].logprob == pytest.approx(theirs[t].logprob, abs=2e-4) for t in ours)
+
+
+def steps_of(core: EngineCore, *requests) -> tuple[list[Answer], int]:
+    before = core.stats().num_steps
+    answers = ask(core, *requests)
+    return answers, core.stats().num_steps - before
+
+
+def check(plain: EngineCore, guessing: EngineCore, requests: list, script=right) -> list[Answer]:
+    """The same answers with guesses, and fewer steps where they are right."""
+    expected, plain_steps = steps_of(plain, *requests)
+    teach(guessing, requests, expected, script)
+    found, steps = steps_of(guessing, *requests)
+    for one, other in zip(expected, found, strict=True):
+        check_same(one, other)
+    check_counts(found)
+    if script is right and max(len(a.token_ids) for a in expected) > 4:
+        assert steps < plain_steps, "guesses are used"
+    return found
+
+
+def check_counts(answers: list[Answer]) -> None:
+    for answer in answers:
+        assert 0 <= answer.metrics.num_accepted_tokens <= answer.metrics.num_draft_tokens
+        assert answer.metrics.num_accepted_tokens < len(answer.token_ids)
+
+
+MANY = [
+    (prompt_of(5), greedy(17)),
+    (prompt_of(9), drawn(3, 20)),
+    (prompt_of(16, 1), drawn(4, 9, top_p=0.8)),
+    (prompt_of(1, 2), greedy(11, logprobs=2)),
+    (prompt_of(23, 3), drawn(5, 14, top_k=9, min_p=0.02)),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_any_draft_gives_the_same_answers(plain, guessing, script):
+    check(plain, guessing, MANY, script)
+    assert guessing.drafter.num_known > 0
+
+
+@pytest.mark.parametrize("script", [right, sometimes], ids=["right", "sometimes"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"frequency_penalty": -0.5, "min_p": 0.1},
+        {"top_p": 0.7},
+        {"min_p": 0.2, "top_k": 7},
+        {"logit_bias": {3: 6.0, 40: -100.0, EOS: 4.0}},
+        {"logprobs": 3},
+        {"logprobs": 0, "repetition_penalty": 1.2},
+        {"prompt_logprobs": 2, "logprobs": 1},
+        {"min_tokens": 7, "ignore_eos": False, "logit_bias": {EOS: 9.0}},
+        {"stop_token_ids": list(range(0, 300, 9))},
+    ],
+    ids=lambda c: "+".join(c),
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_parameter_means_the_same(plain, guessing, changes, temperature, script):
+    params = [greedy(13, temperature=temperature, seed=s, **changes) for s in (1, 2)]
+    check(plain, guessing, [(prompt_of(7), params[0]), (prompt_of(11, 1), params[1]), (prompt_of(8), greedy(15))], script)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_any_number_of_requests(plain, guessing, count):
+    """More than fit at once, ends at any time, right guesses beside wrong ones."""
+    requests = [(prompt_of(1 + 5 * i % 17, i), (greedy if i % 2 else lambda n: drawn(n, n))(3 + 4 * i % 13)) for i in range(count)]
+    check(plain, guessing, requests, one_more_each_time)
+    check(plain, guessing, requests, right)
+
+
+@pytest.mark.parametrize("script", ["right", "end first", "end second", "end third", "wrong"])
+@pytest.mark.parametrize("max_tokens", range(1, 7))
+def test_exact_counts_whatever_is_guessed(plain, guessing, max_tokens, script):
+    """The budget, and the end token, inside a step of five."""
+    for params in (
+        greedy(max_tokens),
+        greedy(max_tokens, ignore_eos=False),
+        greedy(max_tokens, logit_bias={EOS: 100}),
+        greedy(max_tokens, ignore_eos=False, min_tokens=max_tokens // 2, logit_bias={EOS: 100}),
+        greedy(max_tokens, ignore_eos=False, min_tokens=max_tokens, logit_bias={EOS: 100}),
+    ):
+        (answer,) = check(plain, guessing, [(prompt_of(6), params)], SCRIPTS[script])
+        assert len(answer.token_ids) <= max_tokens
+        forced = params.logit_bias is not None
+        if forced and not params.ignore_eos:
+            assert len(answer.token_ids) == min(params.min_tokens + 1, max_tokens)
+            assert EOS not in answer.token_ids[: params.min_tokens] and EOS not in answer.token_ids[:-1]
+        else:
+            assert len(answer.token_ids) == max_tokens or answer.token_ids[-1] == EOS
+
+
+def test_nothing_comes_after_an_end_that_was_guessed(plain, guessing):
+    """The target says the end in the middle of what the draft guessed right."""
+    text = ask(plain, (prompt_of(4), greedy(16)))[0].token_ids
+    for at in range(1, 9):
+        stop = text[at]
+        first = text.index(stop)
+        params = greedy(16, stop_token_ids=[stop])
+        request = (prompt_of(4), params)
+        expected = ask(plain, request)[0]
+        assert expected.token_ids == text[: first + 1]
+        guessing.drafter.texts, guessing.drafter.script = [[*prompt_of(4), *text]], right  # beyond the end too
+        check_same(expected, ask(guessing, request)[0])
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_stop_strings_end_at_the_token_that_completes_them(plain, guessing, at):
+    whole = ask(plain, (prompt_of(7), greedy(20)))[0]
+    stop = whole.text[at : at + 3]
+    for changes in ({}, {"include_stop_str_in_output": True}, {"min_tokens": 9}):
+        request = (prompt_of(7), greedy(20, stop=stop, logprobs=1, **changes))
+        expected = ask(plain, request)[0]
+        guessing.drafter.texts, guessing.drafter.script = [[*prompt_of(7), *whole.token_ids]], right
+        check_same(expected, ask(guessing, request)[0])
+
+
+@pytest.mark.parametrize("script", [right, sometimes], ids=["right", "sometimes"])
+def test_several_answers_of_one_prompt(plain, guessing, script):
+    def ask_two(core: EngineCore) -> list[Answer]:
+        core.add_request("two", prompt_of(6), drawn(11, 12, n=2, logprobs=1))
+        answers = drain(core)
+        return [answers["two", i] for i in range(2)]
+
+    expected = ask_two(plain)
+    teach(guessing, [(prompt_of(6), None)] * 2, expected, script)
+    for one, other in zip(expected, ask_two(guessing), strict=True):
+        check_same(one, other)
+
+
+@pytest.mark.parametrize("script", [right, sometimes, wrong], ids=["right", "sometimes", "wrong"])
+def test_aborts_in_between_change_no_other_answer(plain, guessing, script):
+    stay = [(prompt_of(10, i), greedy(20)) for i in range(2)]
+    go = [(prompt_of(12, 10 + i), greedy(40)) for i in range(3)]
+    expected = [ask(plain, r)[0] for r in stay + go]
+    teach(guessing, stay + go, expected, script)
+    for first in range(1, 4):
+        for i, (prompt, params) in enumerate(stay + go):
+            guessing.add_request(f"r{i}", prompt, params)
+        answers = {(f"r{i}", 0): Answer() for i in range(5)}
+        for i in range(first + 3):
+            for delta in guessing.step():
+                answers[delta.request_id, 0].take(delta)
+            if i >= first:
+                guessing.abort_request(f"r{2 + i - first}")
+        drain(guessing, answers)
+        for i in range(2):
+            check_same(expected[i], answers[f"r{i}", 0])
+        for i in range(2, 5):
+            told = answers[f"r{i}", 0].token_ids
+            assert told == expected[i].token_ids[: len(told)]
+
+
+def steps_with(core: EngineCore, request, script) -> int:
+    core.drafter.script = script
+    return steps_of(core, request)[1]
+
+
+def test_right_drafts_take_a_fifth_of_the_steps_and_wrong_ones_no_more_than_plain(plain, guessing):
+    request = (prompt_of(5), greedy(41))
+    expected, plain_steps = steps_of(plain, request)
+    teach(guessing, [request], expected)
+    ahead = int(guessing.replica.overlap)  # launched before the end was known
+    assert plain_steps == 41
+    guessing.drafter.num_lost = 0
+    assert steps_with(guessing, request, right) in (9, 9 + ahead), "one token of the prompt's step, then five a step"
+    assert guessing.drafter.num_lost <= K + 2 * K * ahead, "but for the guesses beyond the end"
+    for script in (wrong, nothing):
+        assert steps_with(guessing, request, script) in (41, 41 + ahead)
+    assert steps_with(guessing, request, one_more_each_time) < 25
+    answer = ask(guessing, request)[0]
+    assert 10 < answer.metrics.num_accepted_tokens < answer.metrics.num_draft_tokens
+
+
+def test_a_replay_ahead_is_what_was_tried(guessing):
+    """Else the tests of steps ahead of their tokens would be those of eager ones."""
+    core, seen = guessing, []
+    step = core.replica.step
+
+    def watched(plan):
+        waiting, launched = len(core.replica._in_flight), core.replica.num_steps
+        result = step(plan)
+        seen.append(waiting * (core.replica.num_steps - launched))
+        return result
+
+    before = sum(g.num_replays for g in core.recorder.graphs)
+    core.replica.step = watched
+    try:
+        ask(core, (prompt_of(5), greedy(30)))
+    finally:
+        del core.replica.step
+    replays = sum(g.num_replays for g in core.recorder.graphs) - before
+    assert (sum(seen) > 3) is (replays > 3) is core.replica.overlap
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 8, 12, 17])
+def test_prompts_in_chunks(checkpoint, plain, kind, budget):
+    core = build(checkpoint, K, kind == "ahead", max_model_len=160, max_num_seqs=3, max_num_batched_tokens=budget)
+    requests = [(prompt_of(n, n), greedy(10, prompt_logprobs=1)) for n in (1, 7, 18, 33)]
+    requests.append((prompt_of(20), drawn(8, 12)))
+    for script in (right, sometimes):
+        check(plain, core, requests, script if budget > 1 else sometimes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("script", [right, one_more_each_time, wrong], ids=["right", "in turn", "wrong"])
+def test_small_pools(checkpoint, plain, kind, script):
+    """Requests push each other out, guesses find no block, and what was computed again is guessed from rightly."""
+    memory = (12 + 0.5) * BLOCK_BYTES / 2**30
+    core = build(checkpoint, K, kind == "ahead", kv_cache_memory_gb=memory, max_num_seqs=4, max_num_batched_tokens=12)
+    assert core.replica.runner.num_blocks == 12
+    requests = [(prompt_of(3 + 4 * i, i), (drawn(i, 30 - i) if i % 2 else greedy(30 - i))) for i in range(7)]
+    requests[2] = (requests[2][0], greedy(25, repetition_penalty=1.3, logprobs=1, prompt_logprobs=0))
+    check(plain, core, requests, script)
+    assert core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 7])
+def test_other_numbers_of_guesses(checkpoint, plain, kind, num_draft_tokens):
+    core = build(checkpoint, num_draft_tokens, kind == "ahead", max_model_len=160, max_num_seqs=5)
+    for script in (right, one_more_each_time):
+        check(plain, core, MANY, script)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_that_fill_the_context_to_the_last_token(checkpoint, plain, kind):
+    """Guesses reach beyond the longest request, where there is neither slot nor position."""
+    core = build(checkpoint, K, kind == "ahead", max_model_len=32, max_num_seqs=2)
+    short = build(checkpoint, None, max_model_len=32, max_num_seqs=2)
+    for length in (1, 23, 24, 27, 30, 31):
+        for script in (right, wrong):
+            check(short, core, [(prompt_of(length), greedy(None))], script)
