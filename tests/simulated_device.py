@@ -99,9 +99,7 @@ class SimulatedDevice:
         num_prompt = len(request.prompt_token_ids)
         for position in range(root + 1):
             inside = position < num_prompt
-            token = (
-                request.prompt_token_ids[position] if inside else self.token_of(request.request_id, position)
-            )
+            token = request.prompt_token_ids[position] if inside else self.token_of(request.request_id, position)
             assert self.cache[self._slot(request, position)] == (request, position, token)
 
     def _is_over(self, request: Request, root: int) -> bool:

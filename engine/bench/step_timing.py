@@ -18,7 +18,7 @@ from engine.scheduler import SchedulerOutput
 
 @contextmanager
 def captured(runner: ModelRunner, num_requests: int) -> Iterator[None]:
-    """Within it decodes of `num_requests` replay a graph captured now, with whatever stands in for parts of the model."""
+    """Within it decodes of `num_requests` replay graphs captured now, with what stands in for parts of the model."""
     before = runner.graphs
     if before is not None:
         runner.capture(CudaRecorder(runner.parallel.device), [num_requests])

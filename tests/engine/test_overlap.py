@@ -65,9 +65,7 @@ def token_of(name: str, position: int) -> int:
 class World:
     """A replica on a simulated device, and what came of every request."""
 
-    def __init__(
-        self, overlap: bool, num_blocks: int, block_size: int, seqs: int, budget: int, replays: bool = True
-    ):
+    def __init__(self, overlap: bool, num_blocks: int, block_size: int, seqs: int, budget: int, replays: bool = True):
         config = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=budget)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.core, "BLOCK_SIZE", block_size)

@@ -16,6 +16,7 @@ import engine.model_runner
 import engine.rehearsal
 from engine.core import EngineCore
 from engine.request import SamplingParams
+from engine.verify import NO_GUESS
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.scripted_drafts import build, nothing, one_more_each_time, right, says, sometimes, teach, wrong
@@ -33,7 +34,7 @@ SCRIPTS = {
     "end first": says(EOS, 0),
     "end second": says(EOS, 1),
     "end third": says(EOS, 2),
-    "none second": says(-1, 1),
+    "none second": says(NO_GUESS, 1),
 }
 KINDS = ["eager", "ahead"]
 
@@ -106,22 +107,17 @@ def steps_of(core: EngineCore, *requests) -> tuple[list[Answer], int]:
 
 
 def check(plain: EngineCore, guessing: EngineCore, requests: list, script=right) -> list[Answer]:
-    """The same answers with guesses, and fewer steps where they are right."""
-    expected, plain_steps = steps_of(plain, *requests)
+    """The same answers with guesses. Where these are right, all but the prompts' own steps are shorter."""
+    expected = ask(plain, *requests)
     teach(guessing, requests, expected, script)
-    found, steps = steps_of(guessing, *requests)
+    found = ask(guessing, *requests)
     for one, other in zip(expected, found, strict=True):
         check_same(one, other)
-    check_counts(found)
+        accepted, guessed = other.metrics.num_accepted_tokens, other.metrics.num_draft_tokens
+        assert 0 <= accepted <= guessed and accepted < len(other.token_ids)
     if script is right and max(len(a.token_ids) for a in expected) > 4:
-        assert steps < plain_steps, "guesses are used"
+        assert any(a.metrics.num_accepted_tokens for a in found), "guesses are used"
     return found
-
-
-def check_counts(answers: list[Answer]) -> None:
-    for answer in answers:
-        assert 0 <= answer.metrics.num_accepted_tokens <= answer.metrics.num_draft_tokens
-        assert answer.metrics.num_accepted_tokens < len(answer.token_ids)
 
 
 MANY = [
@@ -139,7 +135,6 @@ def test_any_draft_gives_the_same_answers(plain, guessing, script):
     assert guessing.drafter.num_known > 0
 
 
-@pytest.mark.parametrize("script", [right, sometimes], ids=["right", "sometimes"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -158,17 +153,19 @@ def test_any_draft_gives_the_same_answers(plain, guessing, script):
     ids=lambda c: "+".join(c),
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_every_parameter_means_the_same(plain, guessing, changes, temperature, script):
+def test_every_parameter_means_the_same(plain, guessing, changes, temperature):
     params = [greedy(13, temperature=temperature, seed=s, **changes) for s in (1, 2)]
-    check(plain, guessing, [(prompt_of(7), params[0]), (prompt_of(11, 1), params[1]), (prompt_of(8), greedy(15))], script)
+    requests = [(prompt_of(7), params[0]), (prompt_of(11, 1), params[1]), (prompt_of(8), greedy(15))]
+    check(plain, guessing, requests, sometimes if temperature else right)
 
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_any_number_of_requests(plain, guessing, count):
     """More than fit at once, ends at any time, right guesses beside wrong ones."""
-    requests = [(prompt_of(1 + 5 * i % 17, i), (greedy if i % 2 else lambda n: drawn(n, n))(3 + 4 * i % 13)) for i in range(count)]
-    check(plain, guessing, requests, one_more_each_time)
-    check(plain, guessing, requests, right)
+    lengths = [3 + 4 * i % 13 for i in range(count)]
+    params = [greedy(length) if i % 2 else drawn(i, length) for i, length in enumerate(lengths)]
+    requests = [(prompt_of(1 + 5 * i % 17, i), one) for i, one in enumerate(params)]
+    check(plain, guessing, requests, one_more_each_time if count % 2 else right)
 
 
 @pytest.mark.parametrize("script", ["right", "end first", "end second", "end third", "wrong"])
@@ -195,7 +192,7 @@ def test_exact_counts_whatever_is_guessed(plain, guessing, max_tokens, script):
 def test_nothing_comes_after_an_end_that_was_guessed(plain, guessing):
     """The target says the end in the middle of what the draft guessed right."""
     text = ask(plain, (prompt_of(4), greedy(16)))[0].token_ids
-    for at in range(1, 9):
+    for at in range(1, 8, 2):
         stop = text[at]
         first = text.index(stop)
         params = greedy(16, stop_token_ids=[stop])
@@ -206,11 +203,11 @@ def test_nothing_comes_after_an_end_that_was_guessed(plain, guessing):
         check_same(expected, ask(guessing, request)[0])
 
 
-@pytest.mark.parametrize("at", range(1, 12))
+@pytest.mark.parametrize("at", [1, 3, 4, 7])
 def test_stop_strings_end_at_the_token_that_completes_them(plain, guessing, at):
     whole = ask(plain, (prompt_of(7), greedy(20)))[0]
     stop = whole.text[at : at + 3]
-    for changes in ({}, {"include_stop_str_in_output": True}, {"min_tokens": 9}):
+    for changes in ({"include_stop_str_in_output": True}, {"min_tokens": 9}):
         request = (prompt_of(7), greedy(20, stop=stop, logprobs=1, **changes))
         expected = ask(plain, request)[0]
         guessing.drafter.texts, guessing.drafter.script = [[*prompt_of(7), *whole.token_ids]], right
@@ -232,11 +229,11 @@ def test_several_answers_of_one_prompt(plain, guessing, script):
 
 @pytest.mark.parametrize("script", [right, sometimes, wrong], ids=["right", "sometimes", "wrong"])
 def test_aborts_in_between_change_no_other_answer(plain, guessing, script):
-    stay = [(prompt_of(10, i), greedy(20)) for i in range(2)]
-    go = [(prompt_of(12, 10 + i), greedy(40)) for i in range(3)]
-    expected = [ask(plain, r)[0] for r in stay + go]
+    stay = [(prompt_of(10, i), greedy(18)) for i in range(2)]
+    go = [(prompt_of(12, 10 + i), greedy(22)) for i in range(3)]
+    expected = ask(plain, *stay, *go)
     teach(guessing, stay + go, expected, script)
-    for first in range(1, 4):
+    for first in (1, 2):
         for i, (prompt, params) in enumerate(stay + go):
             guessing.add_request(f"r{i}", prompt, params)
         answers = {(f"r{i}", 0): Answer() for i in range(5)}
@@ -267,7 +264,7 @@ def test_right_drafts_take_a_fifth_of_the_steps_and_wrong_ones_no_more_than_plai
     guessing.drafter.num_lost = 0
     assert steps_with(guessing, request, right) in (9, 9 + ahead), "one token of the prompt's step, then five a step"
     assert guessing.drafter.num_lost <= K + 2 * K * ahead, "but for the guesses beyond the end"
-    for script in (wrong, nothing):
+    for script in (wrong, nothing, says(NO_GUESS, 0)):
         assert steps_with(guessing, request, script) in (41, 41 + ahead)
     assert steps_with(guessing, request, one_more_each_time) < 25
     answer = ask(guessing, request)[0]
@@ -301,8 +298,7 @@ def test_prompts_in_chunks(checkpoint, plain, kind, budget):
     core = build(checkpoint, K, kind == "ahead", max_model_len=160, max_num_seqs=3, max_num_batched_tokens=budget)
     requests = [(prompt_of(n, n), greedy(10, prompt_logprobs=1)) for n in (1, 7, 18, 33)]
     requests.append((prompt_of(20), drawn(8, 12)))
-    for script in (right, sometimes):
-        check(plain, core, requests, script if budget > 1 else sometimes)
+    check(plain, core, requests, right if budget > 1 else sometimes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -322,8 +318,8 @@ def test_small_pools(checkpoint, plain, kind, script):
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 7])
 def test_other_numbers_of_guesses(checkpoint, plain, kind, num_draft_tokens):
     core = build(checkpoint, num_draft_tokens, kind == "ahead", max_model_len=160, max_num_seqs=5)
-    for script in (right, one_more_each_time):
-        check(plain, core, MANY, script)
+    check(plain, core, MANY, right)
+    check(plain, core, MANY, one_more_each_time)
 
 
 @pytest.mark.parametrize("kind", KINDS)
