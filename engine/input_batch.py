@@ -138,7 +138,7 @@ class InputBatch:
         """[S, K]: those that the step verifies, and one more after the last row, which is compared alone."""
         guesses = np.full((len(items), self.sampled.state.guesses_SK.shape[1]), NO_GUESS, dtype=np.int64)
         for row, item in zip(guesses, items, strict=True):
-            known = item.request.guess_ids[: item.num_guesses + (item.num_rows == width)]
+            known = item.request.guess_ids[: item.num_guesses + (item.num_guesses + 1 == width)]
             row[: len(known)] = known
         return guesses
 

@@ -188,3 +188,72 @@ def test_times_are_kept(tokenizer):
     stream = Stream(tokenizer, SamplingParams(), max_tokens=2).feed([97, 98])
     metrics = stream.deltas[-1].metrics
     assert stream.deltas[0].metrics is None and metrics.ttft > 0 and metrics.decode_time >= 0
+
+
+def in_steps(stream: Stream, token_ids: list[int], sizes: list[int]) -> Stream:
+    """Fed as steps that commit up to so many tokens each; the last size goes on."""
+    fed = 0
+    while fed < len(token_ids) and not (stream.deltas and stream.deltas[-1].finish_reason):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        step, request = token_ids[fed : fed + size], stream.request
+        fed += len(step)
+        item = ScheduledRequest(request, request.num_tokens - 1, 1, True, len(step) - 1)
+        request.commit(step)
+        rows = SampledLogprobs([-float(t) for t in step], [1] * size, [[t] for t in step], [[-float(t)] for t in step])
+        logprobs = {"r": rows} if request.params.logprobs is not None else {}
+        output = ModelRunnerOutput([step], logprobs=logprobs)
+        stream.deltas += stream.processor.process(SchedulerOutput([item]), output)
+    return stream
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3], [5], [1, 4, 2, 5], [40]], ids=str)
+@pytest.mark.parametrize(
+    ("text", "params", "max_tokens"),
+    [
+        ("a漢🚂z é", {}, 1000),
+        ("The quick brown fox jumps", {"stop": ["own fox"]}, 1000),
+        ("The quick brown fox jumps", {"stop": ["own fox"], "include_stop_str_in_output": True}, 1000),
+        ("一漢字x", {"stop": ["漢字", "字x", "ab", "abc"]}, 1000),
+        ("ab abX ab", {"stop": "ab", "min_tokens": 4}, 1000),
+        ("ab abX ab", {"stop": "ab", "min_tokens": 6}, 1000),
+        ("a hi there", {"stop": "hi there"}, 5),
+        ("xx hi hi", {"stop": "hi"}, 5),
+        ("漢字", {}, 4),
+        ("abcqdef", {"stop_token_ids": [ord("q")]}, 1000),
+        ("abcqdef", {"stop_token_ids": [ord("q")], "include_stop_str_in_output": True}, 1000),
+        ("abcqdef", {"stop_token_ids": [ord("q")], "min_tokens": 5}, 1000),
+        ("ab\0cd", {}, 1000),
+        ("ab\0cd", {"ignore_eos": True}, 1000),
+        ("ab\0cd", {"ignore_eos": True, "skip_special_tokens": False}, 1000),
+        ("hi\0there", {"stop": "hi there", "min_tokens": 1}, 1000),
+    ],
+)
+def test_steps_of_several_tokens_say_what_single_ones_say(tokenizer, text, params, max_tokens, sizes):
+    """A character, a stop string, the end token and the budget inside a step; nothing after the end. \\0 is the end."""
+    token_ids = [IM_END if token == 0 else token for token in byte_ids(text)]
+    params = SamplingParams(logprobs=1, max_tokens=None, **params)
+    one = in_steps(Stream(tokenizer, params, max_tokens), token_ids, [1])
+    many = in_steps(Stream(tokenizer, params, max_tokens), token_ids, list(sizes))
+    assert many.text == one.text and many.end == one.end
+    ids = [t for d in many.deltas for t in d.token_ids]
+    assert ids == [t for d in one.deltas for t in d.token_ids] == token_ids[: len(ids)]
+    rows = [row for d in many.deltas for row in d.logprobs]
+    assert [list(row) for row in rows] == [[t] for t in ids], "a row for each token shown, and none beyond"
+    assert all(row[t].logprob == -t for row, t in zip(rows, ids, strict=True))
+    assert len(many.processor.take_stopped()) == len(one.processor.take_stopped()) or many.request.finished
+    assert many.processor.request_ids() == one.processor.request_ids()
+
+
+def test_a_stop_string_inside_the_step_that_also_ends_otherwise(tokenizer):
+    """The text says stop; the scheduler has ended the request by itself and need not be told."""
+    stream = in_steps(Stream(tokenizer, SamplingParams(stop="b"), max_tokens=4), byte_ids("abcd"), [4])
+    assert stream.text == "a" and stream.end == ("stop", "b") and stream.processor.take_stopped() == []
+    (delta,) = stream.deltas
+    assert delta.token_ids == byte_ids("ab")
+
+
+def test_deltas_tell_how_many_guesses_came_true(tokenizer):
+    stream = in_steps(Stream(tokenizer, SamplingParams(), max_tokens=6), byte_ids("abcd"), [4])
+    stream.request.num_draft_tokens, stream.request.num_accepted_tokens = 9, 3
+    metrics = in_steps(stream, byte_ids("ef"), [2]).deltas[-1].metrics
+    assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (9, 3)
