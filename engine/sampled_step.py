@@ -17,7 +17,7 @@ import draft.base
 from draft.base import Drafter
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import TokenDispatcher
-from engine.verify import NO_GUESS, Accepted, CommittedTokens, StepRequests, VerifyRows
+from engine.verify import Accepted, CommittedTokens, StepRequests, VerifyRows
 
 
 class Forwarded(NamedTuple):
@@ -83,13 +83,10 @@ class SampledStep:
             next_ids_T = forwarded.next_ids_T.index_copy(0, forwarded.rows_M, tokens_M)
             last_N = forwarded.rows_M[last_N]
         rows = self._extend(forwarded, next_ids_T)
-        guesses_NK = self.state.guesses_SK[: len(last_N)]
-        if num_propose < guesses_NK.shape[1]:
-            guesses_NK[:, num_propose:] = NO_GUESS
         if num_propose:
             batch = self._chain_batch(forwarded, requests, accepted)
             advance = self._advance_of(requests)
-            guesses_NK[:, :num_propose] = draft.base.propose(
+            self.state.guesses_SK[: len(last_N), :num_propose] = draft.base.propose(
                 self.drafter, rows.select(last_N), batch, self.cache, num_propose, advance
             )
 

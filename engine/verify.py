@@ -129,7 +129,7 @@ def slots_of(
 
 
 def accept(tokens_M: torch.Tensor, rows: VerifyRows, state: CommittedTokens) -> Accepted:
-    """Writes tokens, accepted and matched of the first N rows of the state."""
+    """Writes tokens, accepted and matched of the first N rows of the state, which have no guesses from then on."""
     num_requests = rows.starts_N.shape[0]
     tokens_NW = tokens_M.view(num_requests, -1)
     width = tokens_NW.shape[1]
@@ -140,6 +140,7 @@ def accept(tokens_M: torch.Tensor, rows: VerifyRows, state: CommittedTokens) -> 
     state.tokens_SW[:num_requests, :width] = tokens_NW
     state.accepted_S[:num_requests] = accepted_N
     state.matched_S[:num_requests] = matched_N
+    state.guesses_SK[:num_requests] = NO_GUESS
     positions_N = rows.starts_N + accepted_N
     seq_lens_N = (positions_N + 1).masked_fill(rows.seq_lens_N == 0, 0).int()
     first_N = torch.arange(num_requests, device=tokens_M.device) * width

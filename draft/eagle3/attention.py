@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from draft.eagle3.config import Eagle3Config, FullHeads, LatentHeads
+from draft.eagle3.zeros import Zeros
 from engine.attention.backend import AttentionBackend
 from engine.batch import ForwardBatch
 from engine.comm.parallel_state import ParallelState, even_slice
@@ -52,6 +53,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.heads, self.kernels, self.backend = heads, kernels, backend
         self.is_capturable = kernels.is_capturable and backend.is_capturable
+        self.zeros = Zeros(dtype, parallel.device)
         own = parallel.split(heads.num_heads, "attention heads of the draft")
         self.num_heads = own.stop - own.start
         self.cache_width = heads.kv_lora_rank + heads.qk_rope_head_dim
@@ -80,9 +82,12 @@ class LatentAttention(nn.Module):
     def attend(self, x_NI: torch.Tensor, batch: ForwardBatch, cache: torch.Tensor) -> torch.Tensor:
         per_head = self.kv_b.weight.unflatten(0, (self.num_heads, -1))
         nope = self.heads.qk_nope_head_dim
-        q_NQ, weight = self.kernels.linear(x_NI, self.q_a.weight), None
-        if self.heads.q_lora_rank:
-            q_NQ, weight = self.q_a_layernorm(q_NQ), self.q_b.weight
+        if self.heads.q_lora_rank:  # few outputs of many inputs: parts of the sum, which the norm adds up
+            parts = self.kernels.partial(x_NI, self.q_a.weight)
+            zeros_NQ = self.zeros(x_NI.shape[0], self.heads.q_lora_rank)
+            (q_NQ, _), weight = self.q_a_layernorm.add(parts, zeros_NQ), self.q_b.weight
+        else:
+            q_NQ, weight = self.kernels.linear(x_NI, self.q_a.weight), None
         q_NHX = self.kernels.absorbed_queries(q_NQ, weight, per_head[:, :nope], self.rotary(batch.positions_T))
         out_NHV = self.backend.attend(q_NHX, cache, batch, self.scale, per_head[:, nope:])
         return self.kernels.partial(out_NHV.flatten(1), self.o.weight)

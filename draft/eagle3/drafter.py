@@ -9,6 +9,7 @@ import torch
 
 from draft.base import DraftRows
 from draft.eagle3.model import Eagle3Model
+from draft.eagle3.zeros import Zeros
 from engine.batch import ForwardBatch
 from engine.comm.collectives import are_capturable
 from engine.layers.embedding import Embedding, LMHead
@@ -21,6 +22,7 @@ class Eagle3Drafter:
 
     def __init__(self, model: Eagle3Model, feature_layers: tuple[int, ...], embed: Embedding, head: LMHead):
         self.model, self.feature_layers, self.embed, self.head = model, feature_layers, embed, head
+        self.zeros = Zeros(model.dtype, model.parallel.device)
         self.cache_width = model.self_attn.cache_width
         self.max_positions = model.config.max_positions
         self.is_capturable = model.self_attn.is_capturable and are_capturable(model.parallel)
@@ -29,7 +31,9 @@ class Eagle3Drafter:
         self, features_TF: torch.Tensor, next_ids_T: torch.Tensor, batch: ForwardBatch, cache: torch.Tensor
     ) -> DraftRows:
         partial_TD = self.model.fuse(features_TF)
-        normed_TD, hidden_TD = batch.dispatcher.reduce(partial_TD, self._zeros(next_ids_T), self.model.hidden_norm)
+        normed_TD, hidden_TD = batch.dispatcher.reduce(
+            partial_TD, self.zeros(next_ids_T.shape[0], self.model.config.hidden_size), self.model.hidden_norm
+        )
         return self._write(normed_TD, hidden_TD, next_ids_T, batch, cache)
 
     def predict(self, rows: DraftRows, batch: ForwardBatch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,12 +58,9 @@ class Eagle3Drafter:
         cache: torch.Tensor,
     ) -> DraftRows:
         embedded_TD = self.embed.partial(next_ids_T)
-        embedded_TD, _ = batch.dispatcher.reduce(embedded_TD, self._zeros(next_ids_T), self.model.input_layernorm)
+        embedded_TD, _ = batch.dispatcher.reduce(
+            embedded_TD, self.zeros(next_ids_T.shape[0], self.model.config.hidden_size), self.model.input_layernorm
+        )
         x = torch.cat((embedded_TD, normed_TD), dim=-1)
         self.model.self_attn.write(x, batch, cache)
         return DraftRows(x, normed_TD if self.model.config.norm_before_residual else hidden_TD)
-
-    def _zeros(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """The residual of a sum that has none."""
-        config = self.model.config
-        return torch.zeros(ids_T.shape[0], config.hidden_size, dtype=self.model.dtype, device=ids_T.device)

@@ -21,6 +21,9 @@ class ReferenceKernels:
     def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, weight_OI)
 
+    def argmax(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits_SV.amax(dim=-1), logits_SV.argmax(dim=-1)
+
     def embed(self, token_ids_T: torch.Tensor, weight_VD: torch.Tensor, first: int) -> torch.Tensor:
         return reference.embed(token_ids_T, weight_VD, first)
 

@@ -41,6 +41,9 @@ class Kernels(Protocol):
     def partial(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         """The same for a sum that `add_norm` ends: [T, O], or parts [P, T, O] to be added up in order."""
 
+    def argmax(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's largest float32 logit and its place, int64; of several the lowest."""
+
     def embed(self, token_ids_T: torch.Tensor, weight_VD: torch.Tensor, first: int) -> torch.Tensor:
         """Rows token - first of the weight, [T, D]; zeros for tokens whose row is not there."""
 

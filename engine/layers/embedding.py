@@ -82,7 +82,7 @@ class LMHead(_VocabularyShard):
         logits_Sv = self.kernels.linear(x_SD, self.weight, torch.float32)
         if self.stop - self.start < self.num_rows:
             logits_Sv[:, self.stop - self.start :] = float("-inf")
-        best_S, ids_S = logits_Sv.max(dim=-1)
+        best_S, ids_S = self.kernels.argmax(logits_Sv)
         if self.parallel.tp == 1:
             return ids_S
         pairs_S2 = torch.stack((best_S.view(torch.int32), (ids_S + self.start).int()), dim=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.gpu import dense, embed, heads, latent, norm, route
+from engine.kernels.gpu import dense, embed, heads, latent, norm, route, sample
 from engine.kernels.table import Routing
 
 
@@ -29,6 +29,10 @@ class TritonKernels:
         if not _is_small(x_TI):
             return F.linear(x_TI, weight_OI)
         return dense.linear_parts(x_TI, weight_OI, dense.choose_tile(*weight_OI.shape, x_TI.device))
+
+    def argmax(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids_S = torch.empty(logits_SV.shape[0], dtype=torch.int64, device=logits_SV.device)
+        return sample.greedy(logits_SV, ids_S), ids_S
 
     def embed(self, token_ids_T: torch.Tensor, weight_VD: torch.Tensor, first: int) -> torch.Tensor:
         return embed.embed(token_ids_T, weight_VD, first)

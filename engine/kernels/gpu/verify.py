@@ -94,12 +94,13 @@ def _verify_rows(
 @triton.jit(**SPECIALIZATION)
 def _accept(
     tokens_ptr, guesses_ptr, starts_ptr, row_lens_ptr,
-    state_tokens_ptr, state_accepted_ptr, state_matched_ptr,
+    state_tokens_ptr, state_accepted_ptr, state_matched_ptr, state_guesses_ptr,
     last_ptr, positions_ptr, seq_lens_ptr,
-    start_stride, guess_stride, token_stride,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COMPARED: tl.constexpr, PDL: tl.constexpr,
+    start_stride, guess_stride, token_stride, state_guess_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COMPARED: tl.constexpr, GUESSES: tl.constexpr, COLUMNS: tl.constexpr,
+    NO_GUESS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program n: request n. COMPARED: guesses that have a drawn token to be compared with."""
+    """Program n: request n. COMPARED: guesses that have a drawn token to be compared with. COLUMNS: as above."""
     n = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, ROWS)
     is_row, compared = w < WIDTH, w < COMPARED
@@ -111,6 +112,9 @@ def _accept(
     tl.store(state_tokens_ptr + n * token_stride + w, tokens, mask=is_row)
     tl.store(state_accepted_ptr + n, accepted)
     tl.store(state_matched_ptr + n, matched)
+    column = tl.arange(0, COLUMNS)
+    none = tl.full([COLUMNS], NO_GUESS, tl.int64)
+    tl.store(state_guesses_ptr + n * state_guess_stride + column, none, mask=column < GUESSES)
     position = tl.load(starts_ptr + n * start_stride) + accepted
     tl.store(last_ptr + n, n * WIDTH + accepted)
     tl.store(positions_ptr + n, position)
@@ -176,19 +180,22 @@ def verify_rows(requests, state, sampling_N, width: int, block_size: int) -> Ver
 
 
 def accept(tokens_M: torch.Tensor, rows: VerifyRows, state) -> Accepted:
-    """Writes tokens, accepted and matched of the first N rows of the state, an engine.verify.CommittedTokens.
+    """Writes tokens, accepted and matched of the first N rows of the state, an engine.verify.CommittedTokens, which
+    have no guesses from then on.
 
     tokens_M int64: the target's own tokens, drawn at every row."""
     count = rows.starts_N.shape[0]
     width = tokens_M.shape[0] // count
+    guesses = rows.guesses_NK.shape[1]
     _check_contiguous(tokens_M, rows.seq_lens_N)
     last_N, positions_N = (torch.empty(count, dtype=torch.int64, device=tokens_M.device) for _ in range(2))
     seq_lens_N = torch.empty_like(rows.seq_lens_N)
     _accept[count,](
         tokens_M, rows.guesses_NK, rows.starts_N, rows.seq_lens_N, state.tokens_SW, state.accepted_S, state.matched_S,
-        last_N, positions_N, seq_lens_N, rows.starts_N.stride(0), rows.guesses_NK.stride(0), state.tokens_SW.stride(0),
-        WIDTH=width, ROWS=triton.next_power_of_2(width), COMPARED=min(width, rows.guesses_NK.shape[1]),
-        num_warps=1, **launch_options(tokens_M.device),
+        state.guesses_SK, last_N, positions_N, seq_lens_N, rows.starts_N.stride(0), rows.guesses_NK.stride(0),
+        state.tokens_SW.stride(0), state.guesses_SK.stride(0), WIDTH=width, ROWS=triton.next_power_of_2(width),
+        COMPARED=min(width, guesses), GUESSES=guesses, COLUMNS=triton.next_power_of_2(max(guesses, 1)),
+        NO_GUESS=NO_GUESS, num_warps=1, **launch_options(tokens_M.device),
     )  # fmt: skip
     return Accepted(last_N, positions_N, seq_lens_N)
 
@@ -234,7 +241,9 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
         rows = {"WIDTH": width, "ROWS": triton.next_power_of_2(width)} | pdl
         columns = {"GUESSES": guesses, "COLUMNS": triton.next_power_of_2(max(guesses, 1)), "BLOCK_SIZE": 64}
         columns |= {"NO_GUESS": NO_GUESS}
+        compared = {name: value for name, value in columns.items() if name != "BLOCK_SIZE"}
+        compared |= {"COMPARED": min(width, guesses)}
         cases.append((f"verify_rows {width} of {guesses}", _verify_rows, kinds, rows | columns, warps))
-        cases.append((f"accept {width} of {guesses}", _accept, kinds, rows | {"COMPARED": min(width, guesses)}, warps))
+        cases.append((f"accept {width} of {guesses}", _accept, kinds, rows | compared, warps))
     places = {"BLOCK_SIZE": 64, "PLACES": _PLACES} | pdl
     return [*cases, ("next_place", _next_place, kinds, places, {"num_warps": 2})]
