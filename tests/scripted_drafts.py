@@ -120,6 +120,17 @@ def build(checkpoint, num_draft_tokens: int | None, replays: bool = False, **set
         patch.setattr(engine.model_runner, "load_draft", load_draft)
         core = start_engine(config)[0]
     core.drafter = drafters[-1] if drafters else None
+    return _ahead(core, replays)
+
+
+def build_real(checkpoint, draft, num_draft_tokens: int, replays: bool = False, **settings) -> EngineCore:
+    """The same with a draft's own directory."""
+    settings |= {"draft": str(draft), "num_draft_tokens": num_draft_tokens, "adaptive_draft_tokens": False}
+    config = EngineConfig(str(checkpoint), device="cpu", dtype="float32", num_threads=1, **settings)
+    return _ahead(start_engine(config)[0], replays)
+
+
+def _ahead(core: EngineCore, replays: bool) -> EngineCore:
     core.recorder = record(core.replica.runner) if replays else RerunRecorder()
     core.replica.overlap = replays
     return core
