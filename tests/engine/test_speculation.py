@@ -14,6 +14,7 @@ import engine.cache_plan
 import engine.core
 import engine.model_runner
 import engine.rehearsal
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
 from engine.scheduler import GuessPlan
@@ -21,6 +22,7 @@ from engine.verify import NO_GUESS
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
+from tests.rank_cores import build_core, run_ranks
 from tests.scripted_drafts import build, build_real, nothing, one_more_each_time, right, says, sometimes, teach, wrong
 
 BLOCK = 8
@@ -349,6 +351,38 @@ def test_a_real_draft_changes_no_answer(tmp_path, checkpoint, plain, style, kind
     for one, other in zip(ask(plain, *MANY), ask(core, *MANY), strict=True):
         check_same(one, other)
         assert other.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("script", [right, sometimes], ids=["right", "sometimes"])
+def test_eager_steps_wait_for_the_tokens_of_guesses(checkpoint, plain, script):
+    """Where steps overlap and none is replayed, as on a GPU without graphs."""
+    core = build(checkpoint, K, max_model_len=160, max_num_seqs=5)
+    core.replica.overlap = True
+    check(plain, core, MANY, script)
+
+
+def tokens_on_ranks(rank: int, checkpoint: str) -> list[list[list[int]]]:
+    """Of the engine without a draft, then with one: eager, and ahead."""
+    settings = {"tp": 2, "ep": 2, "max_model_len": 160, "max_num_seqs": 5}
+
+    def start(config: EngineConfig) -> EngineCore:
+        return build_core(config, rank)
+
+    expected = ask(build(checkpoint, None, start=start, **settings), *MANY)
+    found = [expected]
+    for replays in (False, True):
+        core = build(checkpoint, K, replays, start, **settings)
+        teach(core, MANY, expected, one_more_each_time)
+        found.append(ask(core, *MANY))
+        assert sum(a.metrics.num_accepted_tokens for a in found[-1]) > 10
+        core.replica.runner.close()
+    return [[answer.token_ids for answer in answers] for answers in found]
+
+
+def test_two_ranks_decide_alike(tmp_path, checkpoint, plain):
+    expected = [answer.token_ids for answer in ask(plain, *MANY)]
+    for found in run_ranks(2, tmp_path, tokens_on_ranks, str(checkpoint)):
+        assert found == [expected] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
