@@ -54,6 +54,9 @@ def says(guess: int, at: int) -> Script:
     return lambda token, position, depth: guess if depth == at else token
 
 
+_PLACE = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+
+
 class ScriptedDrafter:
     """`texts`: whole requests, prompts included. num_known, num_lost: requests that it found in its cache, or not."""
 
@@ -85,7 +88,8 @@ class ScriptedDrafter:
     def predict(self, rows: DraftRows, batch: ForwardBatch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         guesses = [self._guess(n, batch, cache) for n in range(len(batch.seq_lens_N))]
         self._depth += 1
-        return torch.tensor(guesses), torch.zeros(len(guesses), 1)
+        device = batch.seq_lens_N.device
+        return torch.tensor(guesses, device=device), torch.zeros(len(guesses), 1, device=device)
 
     def _guess(self, n: int, batch: ForwardBatch, cache: torch.Tensor) -> int:
         length = int(batch.seq_lens_N[n])
@@ -100,11 +104,21 @@ class ScriptedDrafter:
         return 0 if known is None else self.script(known[length + 1], length + 1, self._depth)
 
 
-def build(checkpoint, num_draft_tokens: int | None, replays: bool = False, **settings) -> EngineCore:
+def alone(config: EngineConfig) -> EngineCore:
+    return start_engine(config)[0]
+
+
+def build(
+    checkpoint,
+    num_draft_tokens: int | None,
+    replays: bool = False,
+    start: Callable[[EngineConfig], EngineCore] = alone,
+    **settings,
+) -> EngineCore:
     """An engine with a scripted draft, or without one. `replays`: its decodes replay ahead of their tokens.
 
     Its `drafter` and `recorder` are what the tests look at."""
-    config = EngineConfig(str(checkpoint), device="cpu", dtype="float32", num_threads=1, **settings)
+    config = EngineConfig(str(checkpoint), **(_PLACE | settings))
     if num_draft_tokens is not None:
         config = replace(config, num_draft_tokens=num_draft_tokens, adaptive_draft_tokens=False)
     drafters: list[ScriptedDrafter] = []
@@ -118,8 +132,18 @@ def build(checkpoint, num_draft_tokens: int | None, replays: bool = False, **set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.model_loading, "load_draft", load_draft)
         patch.setattr(engine.model_runner, "load_draft", load_draft)
-        core = start_engine(config)[0]
+        core = start(config)
     core.drafter = drafters[-1] if drafters else None
+    return _ahead(core, replays)
+
+
+def build_real(checkpoint, draft, num_draft_tokens: int, replays: bool = False, **settings) -> EngineCore:
+    """The same with a draft's own directory."""
+    settings |= {"draft": str(draft), "num_draft_tokens": num_draft_tokens, "adaptive_draft_tokens": False}
+    return _ahead(alone(EngineConfig(str(checkpoint), **(_PLACE | settings))), replays)
+
+
+def _ahead(core: EngineCore, replays: bool) -> EngineCore:
     core.recorder = record(core.replica.runner) if replays else RerunRecorder()
     core.replica.overlap = replays
     return core

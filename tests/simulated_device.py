@@ -75,6 +75,7 @@ class SimulatedDevice:
         pending = bool(request.num_pending and item.samples)
         if num_verify is None:
             assert root == item.stop - 1, "only a graph takes a place from the device"
+            assert not (pending and item.num_guesses), "only a graph takes guesses from the device"
         tokens = [self.left[request].token] if pending else request.token_ids(item.start, item.stop)
         guesses = self.left[request].guesses if pending else request.guess_ids
         limit = len(request.block_ids) * self.block_size

@@ -14,12 +14,16 @@ import engine.cache_plan
 import engine.core
 import engine.model_runner
 import engine.rehearsal
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
+from engine.scheduler import GuessPlan
 from engine.verify import NO_GUESS
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
-from tests.scripted_drafts import build, nothing, one_more_each_time, right, says, sometimes, teach, wrong
+from tests.drafts import DraftShape, write_draft
+from tests.rank_cores import build_core, run_ranks
+from tests.scripted_drafts import build, build_real, nothing, one_more_each_time, right, says, sometimes, teach, wrong
 
 BLOCK = 8
 BLOCK_BYTES = 4 * BLOCK * (SMALL.num_hidden_layers * (SMALL.kv_lora_rank + SMALL.qk_rope_head_dim) + 1)
@@ -320,6 +324,65 @@ def test_other_numbers_of_guesses(checkpoint, plain, kind, num_draft_tokens):
     core = build(checkpoint, num_draft_tokens, kind == "ahead", max_model_len=160, max_num_seqs=5)
     check(plain, core, MANY, right)
     check(plain, core, MANY, one_more_each_time)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_change_in_every_step(plain, guessing, monkeypatch, seed):
+    """Guesses made and not verified, verified and none made, some of what was made: whatever was measured to pay."""
+    rng, plans = random.Random(seed), []
+
+    def plan(new) -> GuessPlan:
+        plans.append(GuessPlan(rng.randint(0, K), rng.randint(0, K)))
+        return plans[-1]
+
+    monkeypatch.setattr(guessing, "_plan", plan)
+    check(plain, guessing, MANY, [right, sometimes][seed % 2])
+    assert len({p.num_verify - p.num_propose for p in plans}) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", ["mla", "llama"])
+def test_a_real_draft_changes_no_answer(tmp_path, checkpoint, plain, style, kind):
+    """One with random weights, which guesses little; its own steps run in every step of the target."""
+    widths = {"kv_lora_rank": 32, "nope": 16, "rope": 8, "value": 16, "num_heads": 4, "q_lora_rank": 32}
+    shape = DraftShape(style, SMALL.hidden_size, SMALL.vocab_size, 64, **widths, num_kv_heads=2, head_dim=16)
+    write_draft(tmp_path / "draft", shape, seed=3, layer_ids=(0, 1, 2))
+    core = build_real(checkpoint, tmp_path / "draft", 3, kind == "ahead", max_model_len=160, max_num_seqs=5)
+    for one, other in zip(ask(plain, *MANY), ask(core, *MANY), strict=True):
+        check_same(one, other)
+        assert other.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("script", [right, sometimes], ids=["right", "sometimes"])
+def test_eager_steps_wait_for_the_tokens_of_guesses(checkpoint, plain, script):
+    """Where steps overlap and none is replayed, as on a GPU without graphs."""
+    core = build(checkpoint, K, max_model_len=160, max_num_seqs=5)
+    core.replica.overlap = True
+    check(plain, core, MANY, script)
+
+
+def tokens_on_ranks(rank: int, checkpoint: str) -> list[list[list[int]]]:
+    """Of the engine without a draft, then with one: eager, and ahead."""
+    settings = {"tp": 2, "ep": 2, "max_model_len": 160, "max_num_seqs": 5}
+
+    def start(config: EngineConfig) -> EngineCore:
+        return build_core(config, rank)
+
+    expected = ask(build(checkpoint, None, start=start, **settings), *MANY)
+    found = [expected]
+    for replays in (False, True):
+        core = build(checkpoint, K, replays, start, **settings)
+        teach(core, MANY, expected, one_more_each_time)
+        found.append(ask(core, *MANY))
+        assert sum(a.metrics.num_accepted_tokens for a in found[-1]) > 10
+        core.replica.runner.close()
+    return [[answer.token_ids for answer in answers] for answers in found]
+
+
+def test_two_ranks_decide_alike(tmp_path, checkpoint, plain):
+    expected = [answer.token_ids for answer in ask(plain, *MANY)]
+    for found in run_ranks(2, tmp_path, tokens_on_ranks, str(checkpoint)):
+        assert found == [expected] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

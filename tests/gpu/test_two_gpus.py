@@ -82,6 +82,7 @@ def test_bfloat16_scores_stay_within_rounding_of_one_gpu(scores_on_one_gpu, moe_
 GRAPHS = """
 import json, sys
 from engine import LLM, SamplingParams
+from engine.decode_step import Variant
 settings = json.loads(sys.argv[1])
 prompts = ["The sea was calm, and the old man", "What is 17 + 25?", [5, 6, 7] * 40, [9]]
 params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -93,8 +94,8 @@ with LLM(device="cuda", dtype="bfloat16", tp=2, max_num_seqs=4, kv_cache_memory_
     found = {
         "tokens": [answer.token_ids for answer in answers],
         "top": [[[lp.logprob for lp in row.values()] for row in answer.logprobs] for answer in answers],
-        "captured": sorted(graphs.captured) if graphs else [],
-        "sends": dict(graphs.captured[1].sends.rounds) if graphs else {},
+        "captured": sorted(v.num_requests for v in graphs.captured) if graphs else [],
+        "sends": dict(graphs.captured[Variant(1)].sends.rounds) if graphs else {},
         "rounds": dict(runner.parallel.meter.rounds),
         "choice": runner.dispatchers.report()["chosen"],
     }
