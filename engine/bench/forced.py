@@ -15,6 +15,7 @@ from engine.kernels.verify_rows import NO_GUESS, Accepted, VerifyRows
 from engine.model_runner import ModelRunner
 
 _PLACES = 4096
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly over 0 to 1, any run of them
 
 
 def acceptance_for(accept_length: float, num_guesses: int) -> float:
@@ -37,8 +38,8 @@ class ForcedAcceptance:
     """`verify_ops` of a SampledStep: those given, `found`, with `accepted` from a pattern. `set` may change it under
     graphs.
 
-    Requests and steps take places of the pattern in turn. Its mean is exact for num_guesses and, up to rounding to
-    1 / P, for any fewer."""
+    Requests and steps take places of the pattern in turn, and any run of places has about the mean that was asked for,
+    as has any smaller number of guesses the mean that follows from it."""
 
     def __init__(self, verify_ops: Any, num_guesses: int, device: torch.device):
         self.found, self._num_guesses = verify_ops, num_guesses
@@ -49,10 +50,9 @@ class ForcedAcceptance:
 
     def set(self, accept_length: float) -> None:
         chance = acceptance_for(accept_length, self._num_guesses)
-        fractions = (torch.arange(_PLACES, dtype=torch.float64) + 0.5) / _PLACES
+        fractions = (torch.arange(_PLACES, dtype=torch.float64) * _GOLDEN) % 1.0
         reached = [(fractions < chance**i).long() for i in range(1, self._num_guesses + 1)]
-        order = torch.randperm(_PLACES, generator=torch.Generator().manual_seed(0))
-        self._pattern_P.copy_(torch.stack(reached).sum(0)[order])
+        self._pattern_P.copy_(torch.stack(reached).sum(0))
 
     def accept(self, tokens_M: torch.Tensor, rows: VerifyRows, state: Any) -> Accepted:
         """One launch more on a GPU than what it replaces."""

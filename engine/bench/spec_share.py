@@ -27,7 +27,7 @@ from engine.model_files import ModelFiles
 from engine.request import SamplingParams
 from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
-_LEAD = 64  # tokens of each request before the clock starts
+_LEAD = 256  # tokens of each request before the clock starts
 GOALS = {2.0: 1.10, 2.5: 1.40, 3.0: 1.65}  # accept length of three guesses -> speedup of one request, G5
 VERIFY_GOAL = 1.82
 
@@ -103,16 +103,26 @@ def decode_rate(runner: Any, files: ModelFiles, batch: int, context: int, num_to
     while len(started) < batch or min(started.values()) < _LEAD // 2:
         for delta in core.step():
             started[delta.request_id] = started.get(delta.request_id, 0) + len(delta.token_ids)
-    steps, tokens, start = core.replica.num_steps, 0, time.perf_counter()
+    steps, verified, tokens, start = core.replica.num_steps, _num_verified(core), 0, time.perf_counter()
     while tokens < batch * num_tokens // 2 and len(core.unfinished_ids()) == batch:
         tokens += sum(len(delta.token_ids) for delta in core.step())
     seconds = time.perf_counter() - start
-    steps = core.replica.num_steps - steps
+    steps, verified = core.replica.num_steps - steps, _num_verified(core) - verified
     for request_id in core.unfinished_ids():
         core.abort_request(request_id)
     while core.has_unfinished():
         core.step()
-    return {"tok/s": tokens / seconds, "tokens a step": tokens / steps / batch, "ms a step": seconds / steps * 1e3}
+    return {
+        "tok/s": tokens / seconds,
+        "tokens a step": tokens / steps / batch,
+        "ms a step": seconds / steps * 1e3,
+        "verify steps": verified / steps,
+    }
+
+
+def _num_verified(core: EngineCore) -> int:
+    spec = core.stats().speculation
+    return 0 if spec is None else spec.num_verify_steps
 
 
 def measure_engine(
