@@ -48,7 +48,7 @@ class ModelRunner:
         self.input_batch = InputBatch(BLOCK_SIZE, parallel.device, self.max_num_seqs, self.num_guesses)
         self.sampled = self.input_batch.sampled
         self.sampled_step = SampledStep(
-            self.sampled.state, BLOCK_SIZE, *self._operations(), self.drafter, self.draft_dispatcher
+            self.sampled.state, BLOCK_SIZE, *self._operations(), self.drafter, self.draft_dispatcher, parallel.meter
         )
         self.shape_logits = LogitShaper(parallel.device)
         self.graphs: GraphRunner | None = None

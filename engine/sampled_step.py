@@ -17,6 +17,7 @@ import draft.base
 from draft.base import Drafter
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import TokenDispatcher
+from engine.comm.meter import OTHER, CommMeter
 from engine.verify import Accepted, CommittedTokens, StepRequests, VerifyRows
 
 
@@ -44,10 +45,12 @@ class SampledStep:
         verify_ops: Any,
         drafter: Drafter | None = None,
         dispatcher: TokenDispatcher | None = None,
+        meter: CommMeter | None = None,
     ):
         self.state, self.block_size = state, block_size
         self.sample_ops, self.verify_ops = sample_ops, verify_ops
         self.drafter, self.dispatcher = drafter, dispatcher
+        self._meter = meter or CommMeter()
         self.cache: torch.Tensor | None = None
 
     def __call__(
@@ -59,12 +62,15 @@ class SampledStep:
         if draws:
             self.sample_ops.draw(forwarded.logits_MV, maxima_M, rows.sampling, tokens_M)
         accepted = self.verify_ops.accept(tokens_M, rows, self.state)
-        if self.drafter is not None:
+        if self.drafter is None:
+            return
+        with self._meter.all_as(OTHER):  # none of the target's rounds
             self._guess(forwarded, tokens_M, requests, accepted, num_propose)
 
     def extend(self, forwarded: Forwarded) -> draft.base.DraftRows:
         """The draft's KV of a step that draws from none of its rows, as a part of a long prompt."""
-        return self._extend(forwarded, forwarded.next_ids_T)
+        with self._meter.all_as(OTHER):
+            return self._extend(forwarded, forwarded.next_ids_T)
 
     def _extend(self, forwarded: Forwarded, next_ids_T: torch.Tensor) -> draft.base.DraftRows:
         batch = replace(forwarded.batch, dispatcher=self.dispatcher)

@@ -34,6 +34,7 @@ class CommMeter:
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     seconds: dict[str, float] = field(default_factory=dict)
     _uncounted_seconds: float = 0.0
+    _counted_as: str | None = None
     calls: int = 0
 
     @property
@@ -43,11 +44,21 @@ class CommMeter:
 
     def count(self, kind: str, num_bytes: int, rounds: int = 1) -> None:
         """The time spent within `clock` since the count before is this kind's."""
+        kind = self._counted_as or kind
         self.rounds[kind] += rounds
         self.bytes[kind] += num_bytes
         if self._uncounted_seconds:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + self._uncounted_seconds
             self._uncounted_seconds = 0.0
+
+    @contextmanager
+    def all_as(self, kind: str) -> Iterator[None]:
+        """Counts everything within it as of this kind."""
+        before, self._counted_as = self._counted_as, kind
+        try:
+            yield
+        finally:
+            self._counted_as = before
 
     @contextmanager
     def clock(self) -> Iterator[None]:
