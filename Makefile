@@ -7,8 +7,8 @@ WORKERS ?= 2
 
 .PHONY: serve test lint install clean
 
-serve: $(STAMP)  ## the server on the bundled checkpoint; ARGS="--tp 2 --ep 2" for more
-	$(BIN)/python serve.py $(ARGS)
+serve: $(STAMP)  ## the server on the bundled checkpoint and its draft; ARGS="--tp 2 --ep 2" for more
+	$(BIN)/python serve.py --draft auto $(ARGS)
 
 test: $(STAMP) lint  ## everything that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

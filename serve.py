@@ -36,7 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--tp-share", type=int, metavar="N", help="hold one rank's share of N ranks, no sums over ranks"
     )
     engine.add_argument("--ep-share", type=int, metavar="M", help="expert groups of the N ranks (default 1)")
-    engine.add_argument("--draft", help="EAGLE-3 draft directory, or auto")
+    engine.add_argument("--draft", type=_draft, help="EAGLE-3 draft directory, auto, or none (default)")
     engine.add_argument("--num-draft-tokens", type=int, default=3, help="most guesses a step verifies of a request")
     engine.add_argument(
         "--adaptive-draft-tokens",
@@ -75,6 +75,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     server.add_argument("--served-model-name", nargs="+", help="names that requests may use, the first is shown")
     server.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     return parser.parse_args(argv)
+
+
+def _draft(text: str) -> str | None:
+    return None if text == "none" else text
 
 
 def _json_object(text: str) -> dict:

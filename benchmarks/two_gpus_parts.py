@@ -256,6 +256,6 @@ PARTS = {
     "soak_ep2": Part("100,000 replays of each dispatcher with random rows, routing and skew, whole experts", _soak(2)),
     "soak_ep1": Part("the same with sliced experts", _soak(1)),
     "drills": Part("ranks that die, hang or disagree", _program("benchmarks.drills", _drills)),
-    "eagle3": Part("speculative decoding", _later("needs EAGLE-3, which this version does not have")),
+    "eagle3": Part("speculative decoding", _later("needs a part with a draft, which is not written yet")),
     "http": Part("the server under load", _later("needs fastapi and uvicorn, and a load generator of the project")),
 }

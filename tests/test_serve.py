@@ -77,6 +77,26 @@ def test_each_way_to_start_answers_and_ends(name, number, tmp_path, expected_ans
         assert "Traceback" not in program.output or launcher is not PYTHON, program.output
 
 
+def test_a_draft_changes_no_word_and_is_counted(tmp_path, expected_answer):
+    with serving(PYTHON, tmp_path, "--draft", "auto") as (_, port):
+        body = {"messages": QUESTION, "temperature": 0, "max_tokens": 24}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60).json()
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    message, usage = answer["choices"][0]["message"], answer["usage"]
+    text = (message["reasoning_content"] or "") + (message["content"] or "")
+    assert text.split() == expected_answer.replace("</think>", "").split()
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert 0 < accepted < usage["completion_tokens"]
+    assert f"turnout_spec_decode_num_accepted_tokens_total {accepted:.1f}" in metrics.splitlines()
+    assert 'turnout_spec_decode_choice_info{bucket="1",num_drafts=' in metrics
+
+
+def test_a_later_draft_option_wins_and_none_is_none():
+    """`make serve` gives --draft auto before what ARGS holds."""
+    assert serve.parse_arguments(["--draft", "auto", "--draft", "none"]).draft is None
+    assert serve.parse_arguments(["--draft", "auto", "--draft", "a/draft"]).draft == "a/draft"
+
+
 def start_stream(port: int, max_tokens: int) -> httpx.Response:
     """A stream whose first event has come."""
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
@@ -235,6 +255,9 @@ def refusal(capsys, *options: str) -> str:
         (["--tp", "4", "--ep", "3"], ["ep=3", "tp=4"]),
         (["--tp", "0"], ["tp", "0"]),
         (["--model", "/no/such/model"], ["/no/such/model"]),
+        (["--draft", "/no/such/draft"], ["/no/such/draft", "EAGLE-3"]),
+        (["--draft", "models/kimi_k25/tiny"], ["models/kimi_k25/tiny", "KimiK25ForConditionalGeneration"]),
+        (["--num-draft-tokens", "16"], ["num_draft_tokens", "16", "15"]),
         (["--hf-overrides", "{"], ["--hf-overrides", "JSON"]),
         (["--hf-overrides", "[1]"], ["--hf-overrides", "JSON"]),
         (["--hf-overrides", '{"hidden_size": "wide"}'], ["hidden_size"]),

@@ -16,7 +16,8 @@ DRAFTS = (1, 2, 3)
 LONGEST = max(DRAFTS)
 DRAFT_WIDTHS_SQUARED = 12.85
 """Parameters of an EAGLE-3 draft layer with its input product, over D^2: 0.66e9 at D = 7168; its head comes on top."""
-DRAFT_ROUNDS = 2
+DRAFT_ROUNDS = 4
+"""Of one guess: the sums after embedding, attention and MLP, and the exchange that chooses its token."""
 PAYS = 1.03
 """A gain below it is no gain: runs differ by as much."""
 
@@ -37,7 +38,7 @@ class Machine:
     """What the model needs to know of a machine.
 
     read_bytes_per_second: streaming read of one rank's device. comm_seconds: rows -> all rounds of a step on the
-    slowest rank. round_seconds: rows -> one sum over all ranks, which a draft has two of.
+    slowest rank. round_seconds: rows -> one sum over all ranks, as a draft has.
     """
 
     read_bytes_per_second: float
@@ -143,7 +144,7 @@ def forecast(placement: Placement, machine: Machine) -> Forecast:
     return Forecast(
         _step(placement, machine, 1),
         {k: _step(placement, machine, k + 1) for k in DRAFTS},
-        {k: Step(k * draft.kernels, k * draft.comm) for k in DRAFTS},
+        {k: _drafts(draft, k, machine) for k in DRAFTS},
     )
 
 
@@ -153,10 +154,15 @@ def _step(placement: Placement, machine: Machine, rows: int) -> Step:
 
 
 def _draft_step(placement: Placement, machine: Machine) -> Step:
-    """A draft sliced over all ranks: one layer, the whole vocabulary's head, two sums."""
+    """One guess of a draft sliced over all ranks: one layer, the whole vocabulary's head, its rounds."""
     layer = DRAFT_WIDTHS_SQUARED * placement.config.hidden_size**2 / placement.tp
     read = (layer + placement.sizes.head) * 2 / machine.read_bytes_per_second
     return Step(read / machine.efficiency.at(1), DRAFT_ROUNDS * at_rows(machine.round_seconds, 1))
+
+
+def _drafts(guess: Step, k: int, machine: Machine) -> Step:
+    """k guesses, and the sum of the target's features of all rows that comes before them."""
+    return Step(k * guess.kernels, k * guess.comm + at_rows(machine.round_seconds, k + 1))
 
 
 def anchored(machine: Machine, placement: Placement, plain_rate: float) -> Machine:

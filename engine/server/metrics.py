@@ -78,7 +78,7 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
 def _latencies(stats: EngineStats) -> Iterator[Metric]:
     for name, help_text, values in (
         ("time_to_first_token", "From a request's arrival to its first token.", stats.time_to_first_token),
-        ("inter_token_latency", "Between two tokens of an answer.", stats.inter_token_latency),
+        ("inter_token_latency", "Between two steps that gave an answer tokens.", stats.inter_token_latency),
         ("e2e_request_latency", "From a request's arrival to the end of its answer.", stats.e2e_latency),
     ):
         yield _histogram(f"{name}_seconds", help_text, values)

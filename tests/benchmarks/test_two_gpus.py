@@ -112,7 +112,7 @@ def test_a_failed_item_is_not_a_pass(tmp_path, monkeypatch):
 def test_parts_that_cannot_run_yet_say_what_they_need(tmp_path):
     code, files = run(tmp_path, "--parts", "eagle3,http")
     assert code == 0
-    assert "needs EAGLE-3" in files["eagle3"]["items"]["all"]["skipped"]
+    assert "needs a part with a draft" in files["eagle3"]["items"]["all"]["skipped"]
     assert "needs fastapi" in files["http"]["items"]["all"]["skipped"]
 
 

@@ -49,6 +49,12 @@ def test_ranks_without_rounds_and_bytes_that_grow():
     assert result.rate(3, 3.0) / result.plain_rate == pytest.approx(1.58, rel=0.01)
 
 
+def test_rounds_of_drafts():
+    """Four a guess, of one row, and one of all rows that were verified."""
+    result = forecast(TP8, machine({1: 10, 4: 40}))
+    assert result.draft[3].comm == pytest.approx(3 * 4 * 10e-6 + 40e-6)
+
+
 def test_fewer_drafts_keep_fewer_tokens():
     for length in ACCEPT_LENGTHS:
         kept = [accepted(length, k) for k in DRAFTS]
