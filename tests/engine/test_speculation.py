@@ -172,13 +172,12 @@ def test_any_number_of_requests(plain, guessing, count):
     check(plain, guessing, requests, one_more_each_time if count % 2 else right)
 
 
-@pytest.mark.parametrize("script", ["right", "end first", "end second", "end third", "wrong"])
+@pytest.mark.parametrize("script", ["right", "end first", "end second", "end third"])
 @pytest.mark.parametrize("max_tokens", range(1, 7))
 def test_exact_counts_whatever_is_guessed(plain, guessing, max_tokens, script):
     """The budget, and the end token, inside a step of five."""
     for params in (
         greedy(max_tokens),
-        greedy(max_tokens, ignore_eos=False),
         greedy(max_tokens, logit_bias={EOS: 100}),
         greedy(max_tokens, ignore_eos=False, min_tokens=max_tokens // 2, logit_bias={EOS: 100}),
         greedy(max_tokens, ignore_eos=False, min_tokens=max_tokens, logit_bias={EOS: 100}),
@@ -297,10 +296,10 @@ def test_a_replay_ahead_is_what_was_tried(guessing):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", [1, 2, 3, 5, 8, 12, 17])
+@pytest.mark.parametrize("budget", [1, 2, 3, 7, 12, 17])
 def test_prompts_in_chunks(checkpoint, plain, kind, budget):
     core = build(checkpoint, K, kind == "ahead", max_model_len=160, max_num_seqs=3, max_num_batched_tokens=budget)
-    requests = [(prompt_of(n, n), greedy(10, prompt_logprobs=1)) for n in (1, 7, 18, 33)]
+    requests = [(prompt_of(n, n), greedy(10, prompt_logprobs=1)) for n in (1, 18, 33)]
     requests.append((prompt_of(20), drawn(8, 12)))
     check(plain, core, requests, right if budget > 1 else sometimes)
 
@@ -309,10 +308,10 @@ def test_prompts_in_chunks(checkpoint, plain, kind, budget):
 @pytest.mark.parametrize("script", [right, one_more_each_time, wrong], ids=["right", "in turn", "wrong"])
 def test_small_pools(checkpoint, plain, kind, script):
     """Requests push each other out, guesses find no block, and what was computed again is guessed from rightly."""
-    memory = (12 + 0.5) * BLOCK_BYTES / 2**30
+    memory = (9 + 0.5) * BLOCK_BYTES / 2**30
     core = build(checkpoint, K, kind == "ahead", kv_cache_memory_gb=memory, max_num_seqs=4, max_num_batched_tokens=12)
-    assert core.replica.runner.num_blocks == 12
-    requests = [(prompt_of(3 + 4 * i, i), (drawn(i, 30 - i) if i % 2 else greedy(30 - i))) for i in range(7)]
+    assert core.replica.runner.num_blocks == 9
+    requests = [(prompt_of(3 + 4 * i, i), (drawn(i, 30 - i) if i % 2 else greedy(30 - i))) for i in range(5)]
     requests[2] = (requests[2][0], greedy(25, repetition_penalty=1.3, logprobs=1, prompt_logprobs=0))
     check(plain, core, requests, script)
     assert core.stats().num_preemptions > 0
