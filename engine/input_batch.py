@@ -157,8 +157,10 @@ class InputBatch:
         return blocks[positions // size - first] * size + positions % size
 
     def _block_table(self, items: list[ScheduledRequest]) -> torch.Tensor:
-        """All blocks of a request, since a draft's chain goes on beyond the step."""
-        used = [item.request.block_ids for item in items]
+        """All blocks of a request, since a draft's chain goes on beyond the step, and the null block behind them, since
+        it may go on beyond those."""
+        beyond = -(-2 * self.sampled.state.guesses_SK.shape[1] // self.block_size)
+        used = [item.request.block_ids + [0] * beyond for item in items]
         table = np.zeros((len(used), max(map(len, used))), dtype=np.int64)
         for row, blocks in zip(table, used, strict=True):
             row[: len(blocks)] = blocks

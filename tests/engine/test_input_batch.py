@@ -66,7 +66,7 @@ def test_rows_that_are_drawn_from_repeat_where_others_have_more():
     assert sampled.rows.sampling.top_k.tolist() == [0, 0, 0, 4, 4, 4, 0, 0, 0]
     assert sampled.rows.guesses_NK.tolist() == [[14, 15, 16], [-1, -1, -1], [42, -1, -1]], "one more is compared alone"
     assert sampled.rows.starts_N.tolist() == [3, 3, 1] and sampled.requests.limits_N.tolist() == [8, 4, 4]
-    assert sampled.requests.table_NB.tolist() == [[7, 2], [3, 0], [9, 0]]
+    assert sampled.requests.table_NB.tolist() == [[7, 2, 0, 0], [3, 0, 0, 0], [9, 0, 0, 0]], "a chain may go beyond"
 
 
 def test_no_row_is_drawn_from_before_a_prompt_ends():
@@ -94,3 +94,12 @@ def test_pending_tokens_are_those_committed_last():
     inputs.sampled.state.accepted_S[1] = 0
     batch = inputs.build(SchedulerOutput([ScheduledRequest.next_of(r, 1) for r in (first, second)]), None)
     assert batch.token_ids_T.tolist() == [60, 50] and batch.positions_T.tolist() == [2, 2]
+
+
+def test_a_chain_of_guesses_beyond_a_request_s_blocks_reads_the_null_block():
+    """Kernels read the table as far as a length says."""
+    for num_guesses, width in ((1, 2), (3, 3), (5, 4), (7, 5)):
+        item = ScheduledRequest(request([1] * 4, [], [3]), 0, 4, True)
+        batch = InputBatch(4, CPU, num_guesses=num_guesses).build(SchedulerOutput([item]), None)
+        assert batch.block_table_NB.tolist() == [[3] + [0] * (width - 1)]
+        assert batch.block_table_NB.shape[1] * 4 >= 4 + 2 * num_guesses
