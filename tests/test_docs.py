@@ -1,0 +1,60 @@
+"""What the documents say of flags, metrics, reasons and files is there."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.acceptance import GuessOutcome
+from engine.draft_choice import CHOICE_CODES
+from engine.server.metrics import PREFIX, _speculation
+from engine.stats import DraftChoiceStats, SpeculationStats
+from serve import parse_arguments
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("draft/**/*.md"), *ROOT.glob("models/**/*.md")])
+SPECULATION = (ROOT / "docs" / "speculation.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name}: {target}"
+
+
+def test_every_reason_for_a_number_of_guesses_is_explained():
+    table = SPECULATION.split("| `reason` |")[1].split("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == CHOICE_CODES
+
+
+def test_every_metric_of_speculation_is_explained():
+    counted = SpeculationStats(2)
+    counted.observe(1, 2, 2, [GuessOutcome("a", verified=2, accepted=1, compared=2, matched=1)])
+    snapshot = counted.snapshot({1: DraftChoiceStats(2, "gain", "")}, {1: {0: 0.1}})
+    shown = {
+        family.name.removeprefix(f"{PREFIX}spec_decode_")
+        for family in _speculation(SimpleNamespace(speculation=snapshot))
+    }
+    table = SPECULATION.split("the prefix `turnout_spec_decode_`")[1].split("\n\n")[0]
+    cells = "".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE))
+    named = {re.sub(r"(_total|_info)?(\{.*\})?$", "", name) for name in re.findall(r"`([^`]+)`", cells)}
+    assert named == shown
+
+
+def test_the_flags_of_speculation_are_those_of_the_server():
+    options = ["--draft", "a/draft", "--num-draft-tokens", "5", "--no-adaptive-draft-tokens"]
+    assert all(option in SPECULATION for option in options if option.startswith("--"))
+    arguments = parse_arguments(options)
+    assert (arguments.draft, arguments.num_draft_tokens, arguments.adaptive_draft_tokens) == ("a/draft", 5, False)
