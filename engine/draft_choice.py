@@ -124,6 +124,8 @@ class DraftChoice:
         self._num_steps += 1
         if self.adaptive:
             plan = self._adapt(bucket, request_ids, has_guesses)
+        elif self._all_beyond(request_ids):
+            plan = Plan(0, 0, "beyond")
         else:
             most = self._options_of(bucket)[-1]
             plan = self._plan(most, has_guesses, "fixed" if most else "limit", most)
@@ -160,6 +162,9 @@ class DraftChoice:
         """A request ended; its id may be used again."""
         self.rates.forget(request_id)
 
+    def _all_beyond(self, request_ids: Sequence[str]) -> bool:
+        return bool(self._beyond) and all(r in self._beyond for r in request_ids)
+
     def _options_of(self, bucket: int) -> tuple[int, ...]:
         options = self._options.get(bucket)
         if options is None:
@@ -180,7 +185,7 @@ class DraftChoice:
         self._look_after(request_ids)
         self.costs.tick(bucket)
         options = self._options_of(bucket)
-        if len(options) == 1 or (self._beyond and all(r in self._beyond for r in request_ids)):
+        if len(options) == 1 or self._all_beyond(request_ids):
             self._turn(0)
             return Plan(0, 0, "limit" if len(options) == 1 else "beyond")
         tokens = self.rates.expected_tokens(request_ids, self._beyond, options[-1])

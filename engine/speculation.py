@@ -9,10 +9,13 @@ from typing import Any
 from engine.acceptance import GuessOutcome
 from engine.decode_batch import bucket_sizes
 from engine.draft_choice import DraftChoice, StepOutcome
+from engine.log import logger
 from engine.request import Request
 from engine.scheduler import GuessPlan, SchedulerOutput
 from engine.stats import SpeculationSnapshot, SpeculationStats
 from engine.step_output import ModelRunnerOutput
+
+_NEVER_RIGHT_AFTER = 256  # first guesses; one that knows the language is right more often than once in so many
 
 
 class Speculation:
@@ -24,6 +27,7 @@ class Speculation:
         self._choice = DraftChoice(runner.num_guesses, self._bucket_of, runner.verifiable, adaptive)
         self._stats = SpeculationStats(runner.num_guesses)
         self._last: tuple[int, GuessPlan, float] | None = None
+        self._num_wrong: int | None = 0  # first guesses so far; None once one was right, or the log has it
 
     def _bucket_of(self, num_requests: int) -> int:
         return next((size for size in self._sizes if size >= num_requests), self._sizes[-1])
@@ -59,11 +63,26 @@ class Speculation:
             )
             for item, token_ids, matched in zip(items, result.token_ids, result.matched, strict=True)
         ]
+        self._watch(outcomes)
         self._choice.observe(StepOutcome(len(items), *output.plan, seconds, outcomes))
         self._stats.observe(len(items), *output.plan, outcomes)
         for item in items:
             if item.request.finished:
                 self._choice.forget(item.request.request_id)
+
+    def _watch(self, outcomes: Sequence[GuessOutcome]) -> None:
+        """Says once that a draft is never right: it answers as if all were well, and is of no use."""
+        if self._num_wrong is None:
+            return
+        compared = [outcome.matched for outcome in outcomes if outcome.compared]
+        self._num_wrong = None if any(compared) else self._num_wrong + len(compared)
+        if self._num_wrong is not None and self._num_wrong >= _NEVER_RIGHT_AFTER:
+            logger.warning(
+                "the draft's first guess was wrong %d times and never right: it is not one of this model, or its layer "
+                "ids or weights are not what its config says; start without a draft.",
+                self._num_wrong,
+            )
+            self._num_wrong = None
 
     def _steady_seconds(self, num_requests: int, plan: GuessPlan) -> float | None:
         """Since the step read before, where that was one of the same kind."""

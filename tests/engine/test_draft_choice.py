@@ -179,6 +179,7 @@ def test_fixed_is_fixed():
     assert {plan[:2] for plan in sim.run(names(64), 20).plans} == {(1, 1)}
     assert choice.plans[2].code == choice.plans[64].code == "fixed"
     assert choice.choose(["a"], num_guesses=0)[:2] == (0, K), "the step before left no guesses"
+    assert choice.choose(["a"], {"a"}, K)[:3] == (0, 0, "beyond"), "the draft has no such positions"
 
 
 def test_reasons_are_short_and_say_why():
