@@ -23,7 +23,7 @@ _MOST_REPEATS = 4
 _SURPRISE = 0.2
 _LASTING = 16  # verify steps after which speculation counts as having been worth a try
 _MEASURED_STEPS = MIN_SAMPLES + 3  # at most; the first of a run is not timed, one is in flight
-_DOUBT_EVERY = 128  # steps
+_DOUBT_EVERY = 64  # steps
 _MAX_STRANGERS = 256
 
 CHOICE_CODES = ("gain", "plain", "probe", "draft", "measure", "beyond", "limit", "fixed")
