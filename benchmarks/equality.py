@@ -232,8 +232,12 @@ def shares(settings: list[Setting], asked: list[Asked]) -> Iterator[tuple[Settin
             yield setting, list(range(number, len(asked), len(group)))
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def measure(
-    engines: Engines, settings: list[Setting], asked: list[Asked], ranked: int, say: Callable[[str], None] = print
+    engines: Engines, settings: list[Setting], asked: list[Asked], ranked: int, say: Callable[[str], None] = _say
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
     """A row for each setting, and all differences, scored. `ranked`: requests for worlds of several ranks."""
     plain, close = engines.start(None)
