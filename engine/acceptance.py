@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 FIRST_RATE = 0.6  # of an unknown draft: published EAGLE-3 heads lie between 0.5 and 0.8
 _FIRST_WEIGHT = 4.0
-_USUAL_WEIGHT = 6.0  # of what is usual, in a new request's rate
+_USUAL_WEIGHT = 3.0  # of what is usual, in a new request's rate
 _MEMORY = 32.0  # observations that a request's rate is a mean of
 _USUAL_MEMORY = 128.0
 _RARE_WEIGHT = 1.0  # of all that was seen before, where observations are far apart
