@@ -176,11 +176,10 @@ class Engines:
         self._place = {"device": device, "dtype": "bfloat16"} if device == "cuda" else {}
         self._settings = {"max_num_seqs": 64, "kv_cache_memory_gb": _CACHE_GB, "expert_load": False}
 
-    def start(self, setting: Setting | None) -> tuple[EngineCore, Callable[[], None]]:
-        """None: the plain one. And what ends it."""
+    def start(self, setting: Setting | None, budget: int = 2048) -> tuple[EngineCore, Callable[[], None]]:
+        """None: a plain one whose steps have so many tokens at most. And what ends it."""
         settings = self._settings | self._place
-        if setting is not None:
-            settings |= {"max_num_batched_tokens": setting.budget}
+        settings |= {"max_num_batched_tokens": budget if setting is None else setting.budget}
         if setting is not None and setting.draft in SCRIPTS:  # a script reads on the host, which no graph does
             core = build(self.model, setting.num_guesses, **settings, enforce_eager=True)
             return core, core.shutdown
@@ -239,16 +238,24 @@ def _say(line: str) -> None:
 def measure(
     engines: Engines, settings: list[Setting], asked: list[Asked], ranked: int, say: Callable[[str], None] = _say
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
-    """A row for each setting, and all differences, scored. `ranked`: requests for worlds of several ranks."""
+    """A row for each setting, against plain steps cut alike, and all differences, scored. `ranked`: requests for worlds
+    of several ranks."""
     plain, close = engines.start(None)
     try:
         begin = time.perf_counter()
-        expected = plain_answers(plain, asked)
-        say(f"plain: {len(asked)} answers, {sum(map(len, expected))} tokens, {time.perf_counter() - begin:.0f} s")
+        texts = {2048: plain_answers(plain, asked)}
+        for budget in {setting.budget for setting in settings} - texts.keys():
+            other, close_other = engines.start(None, budget)
+            texts[budget] = plain_answers(other, asked)
+            close_other()
+            count = sum(a != b for a, b in zip(texts[2048], texts[budget], strict=True))
+            say(f"plain with {budget} tokens a step: {count} of {len(asked)} differ from plain with 2048")
+        num_tokens = sum(map(len, texts[2048]))
+        say(f"plain: {len(asked)} answers, {num_tokens} tokens, {time.perf_counter() - begin:.0f} s")
         rows, scored = [], []
         for setting, indices in shares(settings, asked):
             indices = indices[: ranked if setting.world > 1 else None]
-            some, right_ones = [asked[i] for i in indices], [expected[i] for i in indices]
+            some, right_ones = [asked[i] for i in indices], [texts[setting.budget][i] for i in indices]
             row, different = compare(engines, setting, some, right_ones)
             different = [score(plain, d, right_ones, some) for d in different]
             rows.append(row | {"largest gap": max((d.gap for d in different), default=None)})

@@ -11,7 +11,7 @@ FAULTS = {
     "loop": "while True: pass",
     "raise": "raise ValueError('made to fail')",
     "collective": "torch.distributed.all_reduce(torch.zeros(1, device=replica.runner.parallel.device))",
-    "disagree": "result[1].token_ids[:] = [t + 1 for t in result[1].token_ids]",
+    "disagree": "result[1].token_ids[:] = [[t + 1 for t in ids] for ids in result[1].token_ids]",
 }
 """What the rank does at the end of its step, by name."""
 
@@ -43,8 +43,8 @@ _IN_STEP = """
 def patch(module):
     import torch
     step, calls = module.Replica.step, [0]
-    def faulty(replica):
-        result = step(replica)
+    def faulty(replica, *plan):
+        result = step(replica, *plan)
         calls[0] += 1
         if replica.runner.parallel.rank == {rank} and calls[0] == {step}:
             note()

@@ -79,6 +79,7 @@ class Replica:
             self.num_steps += 1
             self._in_flight.append((output, result))
             self._launched = output
+            ahead = 1 if self.overlap and self._may_run_ahead() else 0  # which the step's guesses may have changed
         if len(self._in_flight) > (ahead if output.scheduled else 0):
             return self._read()
         return SchedulerOutput(), ModelRunnerOutput()
@@ -223,6 +224,7 @@ class EngineCore:
             output, result = self._lead_step(new, finish)
             if self._speculation is not None:
                 self._speculation.observe(output, result)
+                self._speculation.forget(sequence_id for sequence_id, *_ in finish)
             deltas += self._outputs.process(output, result)
         except Exception as error:
             # A collective that broke because a rank died is not the cause; the rank's own word arrives a moment later.

@@ -190,8 +190,11 @@ class GraphRunner:
         return next(self._graphs[Variant(size, *one)] for one in plans if Variant(size, *one) in self._graphs)
 
     def num_verify(self, num_requests: int) -> list[int]:
-        """The numbers of guesses that steps of so many requests can verify in a graph."""
+        """The numbers of guesses that steps of so many requests can verify in a graph; none without the step that makes
+        the first guesses."""
         size = next((size for size in self._sizes if size >= num_requests > 0), None)
+        if size is not None and not any(v.num_requests == size and v.num_propose > v.num_verify for v in self._graphs):
+            return [0]
         return sorted({v.num_verify for v in self._graphs if v.num_requests == size and v.num_verify == v.num_propose})
 
 

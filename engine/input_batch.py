@@ -129,8 +129,8 @@ class InputBatch:
         seq_lens_N = (starts_N + width).int()
         return SampledRows(
             rows_M,
-            StepRequests(starts_N, starts_N, guesses_NK, seq_lens_N, limits_N, table_NB),
-            VerifyRows(rows_M, rows_M, rows_M, guesses_NK, starts_N, seq_lens_N, sampling),
+            StepRequests(None, starts_N, guesses_NK, None, limits_N, table_NB),
+            VerifyRows(None, None, None, guesses_NK, starts_N, seq_lens_N, sampling),
             draws=not all(item.request.params.greedy for item in items),
         )
 

@@ -69,6 +69,8 @@ class ModelRunner:
             self.max_model_len,
         )
         self._prepare_graphs()
+        if self.num_guesses and self.verifiable(1) == [0]:
+            logger.warning("no step has room for a guess: the draft is of no use; raise max_num_batched_tokens.")
         parallel.meter.clear()
         if self.model.expert_counts is not None:
             self.model.expert_counts.zero_()
@@ -165,7 +167,7 @@ class ModelRunner:
 
     def decode_inputs(self, sizes: list[int]) -> dict[int, DecodeBatch]:
         """By number of requests. Their block table reaches beyond the longest request, as guesses' rows do."""
-        longest = self.max_model_len + 2 * self.num_guesses + 1
+        longest = self.max_model_len + 3 * self.num_guesses  # an ended answer's rows, and the chain behind them
         table = BlockTable(self.max_num_seqs, -(-longest // BLOCK_SIZE), self.parallel.device)
         return {size: DecodeBatch(size, BLOCK_SIZE, table, self.sampled, self.parallel.device) for size in sizes}
 
@@ -210,7 +212,7 @@ class ModelRunner:
         if any(_looks_at_logits(item.request) for item in items):
             graph.forward.replay()
             logits_NWV = graph.logits_MV[: len(items) * width].unflatten(0, (len(items), width))
-            raw = self._shape(logits_NWV, items)
+            raw = self._shape(logits_NWV, items, [width - 1] * len(items))
             graph.finish.replay()
             self._logprobs(raw, items, result)
         else:
@@ -231,7 +233,7 @@ class ModelRunner:
             return
         items = [item for item in output.scheduled if item.samples]
         logits_MV = self.model.logits(hidden_TD[sampled.rows_M])
-        raw = self._shape(logits_MV.unflatten(0, (len(items), -1)), items)
+        raw = self._shape(logits_MV.unflatten(0, (len(items), -1)), items, [item.num_guesses for item in items])
         num_real_1 = torch.full_like(batch.num_tokens_1, len(items))
         forwarded = Forwarded(batch, logits_MV, features_TF, sampled.rows_M, next_ids_T, num_real_1)
         self.sampled_step(forwarded, sampled.requests, sampled.rows, output.plan.num_propose, sampled.draws)
@@ -243,15 +245,18 @@ class ModelRunner:
         self.sampled.belong_to([item.request for item in items])
         result.unread = self._reads.start(self.sampled.state, len(items))
 
-    def _shape(self, logits_NWV: torch.Tensor, items: list[ScheduledRequest]) -> dict[int, torch.Tensor]:
+    def _shape(
+        self, logits_NWV: torch.Tensor, items: list[ScheduledRequest], verified: list[int]
+    ) -> dict[int, torch.Tensor]:
         """Changes logits in place as requests ask. Returns those of the model [W, V] by place among the items, where
-        their logprobs are asked for."""
+        their logprobs are asked for. verified: guesses of each request that may be accepted, planned or not: a graph
+        verifies as many of all."""
         raw = {}
-        for row, item in enumerate(items):
+        for row, (item, num_guesses) in enumerate(zip(items, verified, strict=True)):
             if item.request.params.logprobs is not None:
                 raw[row] = logits_NWV[row].clone()
             if item.request.params.shapes_logits:
-                self.shape_logits(logits_NWV[row], item.request, item.num_guesses)
+                self.shape_logits(logits_NWV[row], item.request, num_guesses)
         return raw
 
     def _logprobs(self, raw: dict[int, torch.Tensor], items: list[ScheduledRequest], result: ModelRunnerOutput) -> None:

@@ -96,8 +96,7 @@ class OutputProcessor:
         if sequence.stops.matched is not None:
             reason, stop_reason = "stop", sequence.stops.matched
         self._clock(sequence, now)
-        sequence.metrics.num_draft_tokens = request.num_draft_tokens
-        sequence.metrics.num_accepted_tokens = request.num_accepted_tokens
+        self._count_guesses(sequence, len(token_ids))
         if reason is not None:
             self.stats.finish(reason, now - sequence.arrival)
             del self._sequences[request.request_id]
@@ -114,6 +113,12 @@ class OutputProcessor:
             stop_reason,
             sequence.metrics if reason else None,
         )
+
+    def _count_guesses(self, sequence: _Sequence, num_shown: int) -> None:
+        """Accepted ones are those among the tokens shown: none behind a stop string."""
+        request, metrics = sequence.request, sequence.metrics
+        metrics.num_draft_tokens = request.num_draft_tokens
+        metrics.num_accepted_tokens += min(request.num_accepted_tokens - metrics.num_accepted_tokens, num_shown)
 
     def _texts(self, sequence: _Sequence) -> tuple[list[int], str]:
         """The tokens not shown yet, one after the other as if each had come alone, up to the one that completes a stop

@@ -101,9 +101,9 @@ class SampledStep:
         count, device = len(accepted.last_N), accepted.last_N.device
         return self._with_lengths(
             ForwardBatch(
-                token_ids_T=accepted.positions_N,
+                token_ids_T=None,
                 positions_T=accepted.positions_N,
-                slots_T=accepted.positions_N,
+                slots_T=None,  # its KV is written
                 block_table_NB=requests.table_NB,
                 query_lens=None,
                 seq_lens=None,

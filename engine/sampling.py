@@ -86,10 +86,13 @@ class LogitShaper:
     def __call__(self, logits_WV: torch.Tensor, request: Request, num_guesses: int = 0) -> None:
         """Changes in place the rows of a request's last token and of num_guesses guesses after it: each as if the
         guesses before it were the request's own tokens. Rows beyond are like the last one."""
+        params = request.params
+        prompt = self._ids(request.prompt_token_ids if params.repetition_penalty != 1.0 else []).unique()
         for index, row_V in enumerate(logits_WV):
-            self._shape(row_V, request, request.guess_ids[: min(index, num_guesses)])
+            self._shape(row_V, request, prompt, request.guess_ids[: min(index, num_guesses)])
 
-    def _shape(self, row_V: torch.Tensor, request: Request, guess_ids: list[int]) -> None:
+    def _shape(self, row_V: torch.Tensor, request: Request, prompt: torch.Tensor, guess_ids: list[int]) -> None:
+        """prompt: its ids, each once."""
         params = request.params
         output = self._ids(request.output_token_ids + guess_ids)
         if request.num_output_tokens + len(guess_ids) < params.min_tokens and request.stop_token_ids:
@@ -99,7 +102,7 @@ class LogitShaper:
                 list(params.logit_bias.values()), device=self.device
             )
         if params.repetition_penalty != 1.0:
-            seen = torch.cat([self._ids(request.prompt_token_ids), output]).unique()
+            seen = torch.cat([prompt, output]).unique()
             values = row_V[seen]
             row_V[seen] = torch.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
@@ -131,11 +134,6 @@ def draw(logits_SV: torch.Tensor, maxima_S: torch.Tensor, rows: SamplingRows, to
         scaled_SV = _filter_top(scaled_SV, top_k_S, rows.top_p.unsqueeze(1))
     chosen_S = (scaled_SV + gumbel(rows.seeds, rows.places, vocab_size)).argmax(-1)
     tokens_S[:count] = torch.where(drawn_S, chosen_S, tokens_S[:count])
-
-
-def take_tokens(token_ids_N: torch.Tensor, sources_N: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: sampled_S[sources_N] where the source is not -1, else token_ids_N."""
-    return torch.where(sources_N >= 0, sampled_S[sources_N.clamp(min=0)], token_ids_N)
 
 
 def _filter_top(logits_SV: torch.Tensor, top_k_S: torch.Tensor, top_p_S1: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.acceptance import GuessOutcome
@@ -16,6 +16,7 @@ from engine.stats import SpeculationSnapshot, SpeculationStats
 from engine.step_output import ModelRunnerOutput
 
 _NEVER_RIGHT_AFTER = 256  # first guesses; one that knows the language is right more often than once in so many
+_SOME_TOKENS = 8  # of an answer: many short ones to one prompt would ask for the same few guesses again and again
 
 
 class Speculation:
@@ -63,12 +64,17 @@ class Speculation:
             )
             for item, token_ids, matched in zip(items, result.token_ids, result.matched, strict=True)
         ]
-        self._watch(outcomes)
+        self._watch([o for i, o in zip(items, outcomes, strict=True) if i.request.num_output_tokens > _SOME_TOKENS])
         self._choice.observe(StepOutcome(len(items), *output.plan, seconds, outcomes))
         self._stats.observe(len(items), *output.plan, outcomes)
         for item in items:
             if item.request.finished:
                 self._choice.forget(item.request.request_id)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """They were ended from outside, by an abort or a stop string."""
+        for request_id in request_ids:
+            self._choice.forget(request_id)
 
     def _watch(self, outcomes: Sequence[GuessOutcome]) -> None:
         """Says once that a draft is never right: it answers as if all were well, and is of no use."""
@@ -78,8 +84,8 @@ class Speculation:
         self._num_wrong = None if any(compared) else self._num_wrong + len(compared)
         if self._num_wrong is not None and self._num_wrong >= _NEVER_RIGHT_AFTER:
             logger.warning(
-                "the draft's first guess was wrong %d times and never right: it is not one of this model, or its layer "
-                "ids or weights are not what its config says; start without a draft.",
+                "the draft's first guess was wrong %d times and never right: it may not be one of this model, or its "
+                "layer ids or weights may not be what its config says; see docs/drafts.md, or start without a draft.",
                 self._num_wrong,
             )
             self._num_wrong = None

@@ -57,7 +57,8 @@ class ReadBuffers:
     """Host memory for what two steps left, in turn: one being read, one in flight. Pinned on a GPU's host."""
 
     def __init__(self, max_num_seqs: int, num_guesses: int, device: torch.device):
-        self._slots = [_pinned(CommittedTokens.empty(max_num_seqs, num_guesses, torch.device("cpu"))) for _ in range(2)]
+        states = [CommittedTokens.empty(max_num_seqs, num_guesses, torch.device("cpu")) for _ in range(2)]
+        self._slots = [_pinned(state) for state in states] if device.type == "cuda" else states
         self._events = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else [None, None]
         self._turn = 0
 
@@ -73,6 +74,4 @@ class ReadBuffers:
 
 
 def _pinned(state: CommittedTokens) -> CommittedTokens:
-    if not torch.cuda.is_available():
-        return state
     return CommittedTokens(*(tensor.pin_memory() for tensor in state.tensors))

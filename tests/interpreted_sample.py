@@ -75,10 +75,6 @@ def main() -> None:
     check_kept_set(10)
     wide = logits_of(99, 3, 400)[:, :300]
     check(wide, [SamplingParams(), SamplingParams(top_k=7), SamplingParams(temperature=0.0)], random.Random(1))
-    sources_N, sampled_S = torch.tensor([2, -1, 0] * 30, dtype=torch.int32), torch.tensor([7, 8, 9])
-    known_N = torch.arange(90)
-    taken_N = sample.take_tokens(known_N, sources_N, sampled_S)
-    assert torch.equal(taken_N, sampling.take_tokens(known_N, sources_N, sampled_S))
     seeds, places = torch.tensor([5, -7, -(2**63)]), torch.tensor([0, 2**33 + 5, 99])
     everything = torch.ones(3), torch.zeros(3, dtype=torch.int32), torch.ones(3), torch.full((3,), -torch.inf)
     rows = sampling.SamplingRows(*everything, seeds, places)

@@ -117,7 +117,7 @@ class Eagle3Config:
         """Raises ValueError where the draft was made for another target."""
         for name, own, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
-            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
+            ("width of its target (target_hidden_size, or hidden_size)", self.target_hidden_size, target.hidden_size),
         ):
             if own != wanted:
                 raise ValueError(f"the draft's {name} is {own}, the target's {wanted}; it was made for another target.")

@@ -69,7 +69,7 @@ class LayerIds:
         if layers[0] < 0 or layers[-1] > num_layers:
             raise ValueError(
                 f"the draft reads the states before layers {list(layers)}, and the target has {num_layers} layers; it "
-                "was made for another target, or layer_id_offset is wrong."
+                "was made for another target, or its layer ids are wrong."
             )
         return layers
 

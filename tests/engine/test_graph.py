@@ -93,6 +93,11 @@ def test_a_plan_gets_its_graph_or_the_next_smaller_one():
     assert runner.num_verify(1) == [0, 1, 2, 3] and runner.num_verify(4) == [0, 1] and runner.num_verify(5) == []
 
 
+def test_nothing_is_verified_where_no_step_can_make_the_first_guesses():
+    runner = runner_of([1], [0] * 9 + [90, 0, 0], 80, num_guesses=2)
+    assert sorted(runner.captured) == [(1, 0, 0), (1, 1, 1), (1, 2, 2)] and runner.num_verify(1) == [0]
+
+
 def test_a_size_whose_plain_step_does_not_fit_is_not_used_at_all():
     """Steps of it would else depend on what is planned."""
     taken = [9, 0, 0] + [50, 0, 0] * 2 + [60, 0, 0] + [0] * 6  # 2 x 2 rows; 2 that guess or are plain; 1 x 2 rows; ...

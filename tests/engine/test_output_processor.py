@@ -254,6 +254,6 @@ def test_a_stop_string_inside_the_step_that_also_ends_otherwise(tokenizer):
 
 def test_deltas_tell_how_many_guesses_came_true(tokenizer):
     stream = in_steps(Stream(tokenizer, SamplingParams(), max_tokens=6), byte_ids("abcd"), [4])
-    stream.request.num_draft_tokens, stream.request.num_accepted_tokens = 9, 3
+    stream.request.num_draft_tokens, stream.request.num_accepted_tokens = 9, 1
     metrics = in_steps(stream, byte_ids("ef"), [2]).deltas[-1].metrics
-    assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (9, 3)
+    assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (9, 1)

@@ -260,17 +260,6 @@ def _row_draw(best_values, best_ids, temperatures, tokens, parts, PARTS: tl.cons
         tl.store(tokens + row, _token(index))
 
 
-@triton.jit
-def _take_tokens(token_ids, sources, sampled, taken, count, ROWS: tl.constexpr, PDL: tl.constexpr):
-    """taken[i] = sampled[sources[i]], or token_ids[i] where there is no source."""
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    wait(PDL)
-    source = tl.load(sources + at, mask=at < count, other=-1)
-    known = tl.load(token_ids + at, mask=at < count, other=0)
-    pending = tl.load(sampled + source, mask=source >= 0, other=0)
-    tl.store(taken + at, tl.where(source >= 0, pending, known), mask=at < count)
-
-
 def greedy(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
     """Writes each row's most likely token, the lowest id of equals, into tokens_S (int64).
 
@@ -304,16 +293,6 @@ def draw(logits_SV: torch.Tensor, maxima_S: torch.Tensor, rows, tokens_S: torch.
     _row_draw[count,](values, ids, rows.temperature, tokens_S, parts, PARTS=triton.next_power_of_2(parts), **options)
 
 
-def take_tokens(token_ids_N: torch.Tensor, sources_N: torch.Tensor, sampled_S: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: sampled_S[sources_N] where the int32 source is not -1, else token_ids_N."""
-    taken_N = torch.empty_like(token_ids_N)
-    count, rows = token_ids_N.shape[0], 64
-    grid = (triton.cdiv(count, rows),)
-    options = launch_options(token_ids_N.device)
-    _take_tokens[grid](token_ids_N, sources_N, sampled_S, taken_N, count, ROWS=rows, **options)
-    return taken_N
-
-
 def _parts(logits_SV: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
     count, vocab = logits_SV.shape
     parts = triton.cdiv(vocab, PART)
@@ -335,12 +314,10 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple[str, object, dict, 
     part = {"PART": PART} | pdl
     cut = {"vocab": 163840, "CHUNK": CHUNK} | pdl
     logits = {"logits": f}
-    taken = {"token_ids": long, "sources": i, "sampled": long, "taken": long, "count": "i32"}
     return [
         ("part_best", _part_best, logits | best | whole | parts, part, {}),
         ("row_best", _row_best, best | maxima | tokens | parts, row, {}),
         ("cut", _cut, logits | maxima | filters | cuts | {"stride": "i32"}, cut, {"num_warps": 16}),
         ("part_draw", _part_draw, logits | maxima | noise | cuts | best | whole | parts, part, {}),
         ("row_draw", _row_draw, best | {"temperatures": f} | tokens | parts, row, {}),
-        ("take_tokens", _take_tokens, taken, {"ROWS": 64} | pdl, {}),
     ]

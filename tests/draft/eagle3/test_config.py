@@ -206,7 +206,7 @@ def test_heads_that_make_no_sense(changes, message):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (TargetShape(512, 4096, 5), "target_hidden_size is 256, the target's 512; it was made for another target"),
+        (TargetShape(512, 4096, 5), r"hidden_size\) is 256, the target's 512; it was made for another target"),
         (TargetShape(256, 163840, 5), "vocab_size is 4096, the target's 163840"),
         (TargetShape(256, 4096, 3), "the target has 3 layers"),
     ],
