@@ -92,11 +92,28 @@ def test_guesses_are_accepted_ahead_of_the_host_in_small_pools_too(replays):
     assert (world.ahead > 3) is replays
 
 
-def test_right_guesses_shorten_the_run_to_as_few_steps_as_they_can():
-    world = ScheduledWorld(num_blocks=20, block_size=4, max_num_seqs=1, max_num_batched_tokens=16)
+def guess_right(world: ScheduledWorld) -> None:
     world.side.device._guess = world.twin.device._guess = lambda request, position, count: [
         token_at(request.request_id, p) for p in range(position + 1, position + 1 + count)
     ]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", range(8, 22))
+def test_right_guesses_in_flight_where_blocks_run_out(num_blocks, block_size):
+    """A request is four places further on the device than the host knows, and has a slot there or gives way."""
+    for prompt_len in (1, 2, 3):
+        world = ScheduledWorld(num_blocks, block_size, max_num_seqs=3, max_num_batched_tokens=32)
+        guess_right(world)
+        for i in range(3):
+            max_tokens = min(14 - i, world.max_tokens - prompt_len + 1)
+            world.add(f"r{i}", prompt_len, max_tokens)
+        world.drain(GuessPlan(3, 3), ahead=True)
+
+
+def test_right_guesses_shorten_the_run_to_as_few_steps_as_they_can():
+    world = ScheduledWorld(num_blocks=20, block_size=4, max_num_seqs=1, max_num_batched_tokens=16)
+    guess_right(world)
     world.add("r", 3, 13)
     counts = []
     while world.scheduler.has_unfinished:
