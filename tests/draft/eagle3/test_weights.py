@@ -220,7 +220,7 @@ def test_a_target_that_it_does_not_fit(tmp_path):
     directory = write_draft(tmp_path, MLA, layer_ids=IDS)
     with pytest.raises(ValueError, match=r"^the draft's vocab_size is 96, the target's 97"):
         load(directory, target=TargetShape(HIDDEN, 97, 8))
-    with pytest.raises(ValueError, match=r"has 8 layers; .* or layer_id_offset is wrong"):
+    with pytest.raises(ValueError, match=r"has 8 layers; .* or its layer ids are wrong"):
         load(write_draft(tmp_path, MLA, layer_ids=(2, 4, 8)), layer_id_offset=1)
 
 
