@@ -109,6 +109,7 @@ def test_right_guesses_in_flight_where_blocks_run_out(num_blocks, block_size):
             max_tokens = min(14 - i, world.max_tokens - prompt_len + 1)
             world.add(f"r{i}", prompt_len, max_tokens)
         world.drain(GuessPlan(3, 3), ahead=True)
+        assert sorted(world.finished) == ["r0", "r1", "r2"]
 
 
 def test_right_guesses_shorten_the_run_to_as_few_steps_as_they_can():

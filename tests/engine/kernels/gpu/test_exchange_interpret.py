@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.triton_interpreter import allow_scalar_arrays
+from tests.triton_interpreter import INTERPRETED, allow_scalar_arrays, interpreted, run_interpreted, starts_interpreter
 
 pytest.importorskip("triton")
 from engine.bench import epilogue
@@ -20,21 +16,14 @@ from engine.kernels.gpu.channel import Shape
 from engine.kernels.gpu.peer import CALLS
 from tests import virtual_ranks as virtual
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAST = CALLS.value - 1
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
 if INTERPRETED:
     allow_scalar_arrays()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+@starts_interpreter
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    run_interpreted(__file__)
 
 
 def world(ranks: int, width: int, dtype=torch.float32, **settings) -> virtual.World:

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from engine.kernels import reference
-from tests.triton_interpreter import allow_scalar_arrays
+from tests.triton_interpreter import INTERPRETED, allow_scalar_arrays, interpreted, run_interpreted, starts_interpreter
 
 pytest.importorskip("triton")
 from tests.int4_experts import random_experts, random_routing
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
 if INTERPRETED:
     allow_scalar_arrays()
 EXPERTS, WIDTH, INNER, TOP_K, SHARED = 3, 256, 128, 2, 64
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+@starts_interpreter
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    run_interpreted(__file__)
 
 
 class Case:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.triton_interpreter import allow_scalar_arrays
+from tests.triton_interpreter import INTERPRETED, allow_scalar_arrays, interpreted, run_interpreted, starts_interpreter
 
 pytest.importorskip("triton")
 from engine.kernels import reference
@@ -18,22 +13,15 @@ from engine.kernels.gpu import heads
 from tests.head_cases import SCALE, check_rotate, check_store, expected_heads, head_case
 from tests.mla_cases import relative_error
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
 if INTERPRETED:
     allow_scalar_arrays()
 # Not bfloat16, whose products the interpreter of Triton 3.6 takes of the bits as integers.
 SMALL = {"page": 16, "dtype": torch.float16}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+@starts_interpreter
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    run_interpreted(__file__)
 
 
 @interpreted

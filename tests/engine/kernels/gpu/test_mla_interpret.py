@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +11,9 @@ from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.rotary import RopeParameters, RotaryEmbedding
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
 from tests.mla_layer import batch_of, batch_with, build
-from tests.triton_interpreter import allow_scalar_arrays
+from tests.triton_interpreter import INTERPRETED, allow_scalar_arrays, interpreted, run_interpreted, starts_interpreter
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child process of test_under_the_interpreter")
 if INTERPRETED:
     allow_scalar_arrays()
 SCALE = 0.11
@@ -28,14 +21,9 @@ SCALE = 0.11
 SMALL = {"latent": 32, "rope": 16, "values": 16, "page": 16, "dtype": torch.float16}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+@starts_interpreter
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", __file__]
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    run_interpreted(__file__)
 
 
 def decode(case: DecodeCase, monkeypatch, **settings) -> torch.Tensor:
