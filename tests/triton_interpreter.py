@@ -17,14 +17,13 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the child proc
 starts_interpreter = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 
 
-def run_interpreted(file: str) -> None:
-    """Runs the tests of a file that are marked `interpreted`; fails where one of them does, or none ran."""
+def run_interpreted(file: str) -> tuple[int, str]:
+    """Runs the tests of a file that are marked `interpreted`: (exit code, what it printed last)."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-x", file]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    return done.returncode, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def allow_scalar_arrays() -> None:

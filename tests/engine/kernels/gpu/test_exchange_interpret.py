@@ -23,7 +23,9 @@ if INTERPRETED:
 
 @starts_interpreter
 def test_under_the_interpreter():
-    run_interpreted(__file__)
+    code, said = run_interpreted(__file__)
+    assert code == 0, said
+    assert "passed" in said and "failed" not in said
 
 
 def world(ranks: int, width: int, dtype=torch.float32, **settings) -> virtual.World:

@@ -20,7 +20,9 @@ EXPERTS, WIDTH, INNER, TOP_K, SHARED = 3, 256, 128, 2, 64
 
 @starts_interpreter
 def test_under_the_interpreter():
-    run_interpreted(__file__)
+    code, said = run_interpreted(__file__)
+    assert code == 0, said
+    assert "passed" in said and "failed" not in said
 
 
 class Case:

@@ -21,7 +21,9 @@ SMALL = {"page": 16, "dtype": torch.float16}
 
 @starts_interpreter
 def test_under_the_interpreter():
-    run_interpreted(__file__)
+    code, said = run_interpreted(__file__)
+    assert code == 0, said
+    assert "passed" in said and "failed" not in said
 
 
 @interpreted

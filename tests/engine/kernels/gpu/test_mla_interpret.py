@@ -23,7 +23,9 @@ SMALL = {"latent": 32, "rope": 16, "values": 16, "page": 16, "dtype": torch.floa
 
 @starts_interpreter
 def test_under_the_interpreter():
-    run_interpreted(__file__)
+    code, said = run_interpreted(__file__)
+    assert code == 0, said
+    assert "passed" in said and "failed" not in said
 
 
 def decode(case: DecodeCase, monkeypatch, **settings) -> torch.Tensor:

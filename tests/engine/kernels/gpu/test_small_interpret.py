@@ -19,7 +19,9 @@ BENCH = small.Bench("cpu", torch.float16, 1e-3)
 
 @starts_interpreter
 def test_under_the_interpreter():
-    run_interpreted(__file__)
+    code, said = run_interpreted(__file__)
+    assert code == 0, said
+    assert "passed" in said and "failed" not in said
 
 
 @interpreted
