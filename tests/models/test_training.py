@@ -39,30 +39,7 @@ from models.kimi_k25.training.synthetic_tools import PLAIN
 from models.kimi_k25.training.tool_accuracy import called_tools, grade, tool_accuracy
 from models.kimi_k25.training.train import TINY
 from models.kimi_k25.training.trainer import Settings, Trainer
-
-SMALL = Architecture(
-    vocab_size=320,
-    hidden_size=64,
-    num_hidden_layers=3,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    num_attention_heads=2,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.small_target import SMALL
 
 
 @pytest.fixture(scope="module")
