@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from engine import log
-from engine.config import DEVICES, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
+from engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
 from engine.json_files import parse_json
 from engine.request import EngineDeadError
 from engine.weights import CheckpointError
@@ -51,6 +51,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens in one step")
     engine.add_argument("--kv-cache-memory-gb", type=float, help="memory for the KV cache, in GiB a rank")
     engine.add_argument("--graph-memory-gb", type=float, default=1.0, help="most memory for CUDA graphs, in GiB a rank")
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="requests share the KV blocks of equal prompt beginnings",
+    )
+    engine.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="fp8 halves a token's bytes")
+    engine.add_argument("--kv-offload-gb", type=float, default=0.0, help="host memory for cold blocks, in GiB a rank")
+    engine.add_argument("--max-step-ms", type=float, help="longest step with prefill in it (default: 50 on a GPU)")
+    engine.add_argument("--max-queued-requests", type=int, default=1024, help="answers that may wait; more get 429")
+    engine.add_argument("--queue-timeout", type=float, help="seconds a request may wait for its first step")
+    engine.add_argument("--request-timeout", type=float, help="seconds a request may take")
     engine.add_argument("--moe-comm", default="auto", help="how ranks exchange rows: auto, or README's table")
     engine.add_argument("--comm-cache", metavar="DIR|off", help="keeps what was measured (default: the user's cache)")
     engine.add_argument("--attention-backend", default="auto")

@@ -71,7 +71,7 @@ def moment_file(directory: Path) -> Path:
 
 def python_path(directory: Path, fault: str, rank: int, step: int) -> str:
     """A PYTHONPATH whose programs have the fault; `step` counts the rank's steps from 1, 0 is the start."""
-    module, note = "engine.core" if step else "engine.model_runner", str(moment_file(directory))
+    module, note = "engine.replica" if step else "engine.model_runner", str(moment_file(directory))
     hook = _HOOK.format(module=module, note=note)
     body = (_IN_STEP if step else _AT_START).format(rank=rank, step=step, fault=FAULTS[fault])
     folder = directory / "faulty"

@@ -14,8 +14,10 @@ _DRAFTS = TINY_CHECKPOINT.parent.parent.parent / "draft" / "eagle3"
 BUNDLED_DRAFTS = {TINY_CHECKPOINT: _DRAFTS / "tiny", FULL_CONFIG: _DRAFTS / "full"}
 MAX_DRAFT_TOKENS = 15  # an attention kernel takes 16 rows of a request
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_CHOICES = {"dtype": DTYPES, "device": DEVICES, "load_format": LOAD_FORMATS, "kv_cache_dtype": KV_CACHE_DTYPES}
 MAX_COUNT = 2**31 - 1
 
 
@@ -33,6 +35,11 @@ class EngineConfig:
     verifies up to num_draft_tokens of its guesses a request; with adaptive_draft_tokens as many as measured to pay.
     max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is what CUDA
     graphs may take of a GPU, in GiB; the KV cache leaves that much free unless its own size is given.
+    enable_prefix_caching lets requests share the KV blocks of equal prompt beginnings. kv_cache_dtype "fp8" stores
+    latents in 8 bits; kv_offload_gb keeps so many GiB of cold blocks in the host's memory. max_step_ms bounds a step
+    that also prefills while others decode; None: 50 on a GPU, no bound on a CPU; 0: no bound. At most
+    max_queued_requests answers wait behind the server; queue_timeout: seconds a request may wait for its first step,
+    request_timeout: for its end.
     comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
     expert_load counts on the device which experts tokens are routed to. expert_map: a JSON file (or what it holds) that
     says which physical slot holds which expert; see engine.expert_map.
@@ -58,6 +65,13 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     kv_cache_memory_gb: float | None = None
     graph_memory_gb: float = 1.0
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    kv_offload_gb: float = 0.0
+    max_step_ms: float | None = None
+    max_queued_requests: int = 1024
+    queue_timeout: float | None = None
+    request_timeout: float | None = None
     moe_comm: str = "auto"
     comm_cache: str | None = None
     attention_backend: str = "auto"
@@ -87,24 +101,30 @@ class EngineConfig:
         if self.tp_share is not None and self.ep > 1:
             raise ConfigError(f"ep={self.ep} places experts of real ranks; with tp_share use ep_share={self.ep}.")
         _check_division(self.tp, self.ep, "tp", "ep")
-        for name, known in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
         memory = self.kv_cache_memory_gb
         if memory is not None and not (_is_number(memory) and 0 < memory <= MAX_COUNT):
             raise ConfigError(f"kv_cache_memory_gb must be a number above 0 and at most {MAX_COUNT}, not {memory!r}.")
-        graphs = self.graph_memory_gb
-        if not (_is_number(graphs) and 0 <= graphs <= MAX_COUNT):
-            raise ConfigError(f"graph_memory_gb must be a number from 0 to {MAX_COUNT}, not {graphs!r}.")
+        for name in ("graph_memory_gb", "kv_offload_gb"):
+            size = getattr(self, name)
+            if not (_is_number(size) and 0 <= size <= MAX_COUNT):
+                raise ConfigError(f"{name} must be a number from 0 to {MAX_COUNT}, not {size!r}.")
         if self.comm_cache is not None and not (isinstance(self.comm_cache, str) and self.comm_cache):
             raise ConfigError(f"comm_cache must be the path of a directory or 'off', not {self.comm_cache!r}.")
-        for name in ("step_timeout", "comm_timeout"):
+        for name in ("step_timeout", "comm_timeout", "queue_timeout", "request_timeout"):
             seconds = getattr(self, name)
+            if seconds is None and name in ("queue_timeout", "request_timeout"):
+                continue
             if not (_is_number(seconds) and 0 < seconds <= MAX_COUNT):
                 raise ConfigError(f"{name} must be seconds, above 0 and at most {MAX_COUNT}, not {seconds!r}.")
+        bound = self.max_step_ms
+        if bound is not None and not (_is_number(bound) and 0 <= bound <= MAX_COUNT):
+            raise ConfigError(f"max_step_ms must be milliseconds from 0 (no bound) to {MAX_COUNT}, not {bound!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
-        for name in ("expert_load", "adaptive_draft_tokens"):
+        for name in ("expert_load", "adaptive_draft_tokens", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}.")
         self._check_expert_map()
@@ -120,7 +140,7 @@ class EngineConfig:
 
     def _check_counts(self) -> None:
         optional = ("max_model_len", "num_threads", "tp_share", "ep_share")
-        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens", *optional):
+        for name in ("tp", "ep", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests", *optional):
             value = getattr(self, name)
             unset = value is None and name in optional
             if not unset and (not _is_int(value) or not 1 <= value <= MAX_COUNT):

@@ -1,4 +1,4 @@
-"""The engine of one process: the same scheduler and runner on every rank, and rank 0's side of it.
+"""Rank 0's side of the engine: takes requests, leads the steps of all ranks, shows tokens.
 
 A step is: tell the other ranks what changed, schedule, execute, take the tokens, show them. Where steps overlap, the
 tokens taken are those of the step before, so that the device never waits for the host.
@@ -6,126 +6,27 @@ tokens taken are those of the step before, so that the device never waits for th
 
 from __future__ import annotations
 
-import itertools
 import operator
 import random
 import time
-import zlib
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.cache_plan import BLOCK_SIZE
 from engine.comm.control import ControlServer
-from engine.comm.step_watch import StepDigest
 from engine.config import EngineConfig
 from engine.expert_load import ExpertLoad
-from engine.kv_cache import KVCacheManager
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
+from engine.replica import Replica
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
-from engine.scheduler import NO_GUESSES, GuessPlan, Scheduler, SchedulerOutput
+from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.speculation import Speculation
 from engine.stats import EngineStats
 from engine.step_output import ModelRunnerOutput
 
 _LAST_WORDS_SECONDS = 1.0
-
-
-class Replica:
-    """What every rank holds: given the same messages in the same order, all ranks compute the same.
-
-    With `overlap` a step is planned and launched before the tokens of the one before are read: a request that turns
-    out to have ended has then computed one token too many, which is dropped. Answers are the same either way.
-    """
-
-    def __init__(self, config: EngineConfig, runner: ModelRunner, overlap: bool = False):
-        self.runner, self.overlap = runner, overlap
-        self.num_steps = 0
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._launched = SchedulerOutput()
-        kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
-
-    def apply(self, new: list[Request], finish: list[list[Any]]) -> None:
-        """finish: [request id, reason, stop reason] each. What ends goes first, since its id may be used again."""
-        for request_id, reason, stop_reason in finish:
-            self.scheduler.finish(request_id, reason, stop_reason)
-        for request in new:
-            self.scheduler.add(request)
-
-    def step_as_told(self, message: dict[str, Any]) -> StepDigest:
-        """What another rank does with rank 0's "step" frame."""
-        self.apply([Request.from_dict(r) for r in message["new"]], message["finish"])
-        return self.digest(self.step(GuessPlan(*message["plan"]))[1])
-
-    @property
-    def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._in_flight)
-
-    def step(self, plan: GuessPlan = NO_GUESSES) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """Launches what can be launched; returns the oldest step in flight with its tokens, or an empty one."""
-        self._launched = SchedulerOutput()
-        ahead = 1 if self.overlap and self._may_run_ahead() else 0
-        if len(self._in_flight) > ahead:
-            return self._read()
-        output = self.scheduler.schedule(plan)
-        if output.scheduled:
-            result = self.runner.execute(output)
-            self.scheduler.launch(output)
-            self.num_steps += 1
-            self._in_flight.append((output, result))
-            self._launched = output
-            ahead = 1 if self.overlap and self._may_run_ahead() else 0  # which the step's guesses may have changed
-        if len(self._in_flight) > (ahead if output.scheduled else 0):
-            return self._read()
-        return SchedulerOutput(), ModelRunnerOutput()
-
-    def _may_run_ahead(self) -> bool:
-        """Only a graph takes from the device how many guesses the step before it accepts."""
-        scheduler = self.scheduler
-        if scheduler.needs_known_tokens:
-            return False
-        return not scheduler.has_guesses_in_flight or self.runner.replays(len(scheduler.running))
-
-    def digest(self, result: ModelRunnerOutput) -> StepDigest:
-        """What the last `step`, which returned `result`, has in common with that of all ranks."""
-        launched = self._launched
-        told = array("q")
-        for token_ids in result.token_ids:
-            told.extend([len(token_ids), *token_ids])
-        checksum = zlib.crc32(told.tobytes())
-        return StepDigest(len(launched.scheduled), launched.num_tokens, checksum)
-
-    def _read(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """Waits for a step's tokens. Leaves out requests that ended while it ran: their ids may be in use again."""
-        output, result = self._in_flight[0]
-        result.read()
-        if (reason := self.runner.failure()) is not None:  # what was read is not to be trusted
-            raise RuntimeError(reason)
-        self._in_flight.popleft()
-        live = [not item.request.finished for item in output.scheduled]
-        self.scheduler.update(output, result.token_ids, result.guess_ids)
-        return (output, result) if all(live) else _only(live, output, result)
-
-
-def _only(
-    live: list[bool], output: SchedulerOutput, result: ModelRunnerOutput
-) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-    """The part of a step that concerns the live of its requests."""
-    sampling = [alive for item, alive in zip(output.scheduled, live, strict=True) if item.samples]
-    items = [item for item, alive in zip(output.scheduled, live, strict=True) if alive]
-    ids = {item.request.request_id for item in items}
-    return replace(output, scheduled=items), ModelRunnerOutput(
-        token_ids=list(itertools.compress(result.token_ids, sampling)),
-        guess_ids=list(itertools.compress(result.guess_ids, sampling)),
-        matched=list(itertools.compress(result.matched, sampling)),
-        logprobs={key: value for key, value in result.logprobs.items() if key in ids},
-        prompt_logprobs={key: value for key, value in result.prompt_logprobs.items() if key in ids},
-    )
 
 
 class EngineCore:
@@ -245,15 +146,16 @@ class EngineCore:
 
     def _lead_step(self, new: list[Request], finish: list[list[Any]]) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """The step of all ranks; the watch over it never makes it wait."""
-        plan = self._plan(new)
+        plan, prefill_limit = self._plan(new), self._prefill_limit()
         if self._control is None:
             self.replica.apply(new, finish)
-            return self.replica.step(plan)
+            return self.replica.step(plan, prefill_limit)
         digest = None
-        self._control.begin_step({"kind": "step", "new": [r.to_dict() for r in new], "finish": finish, "plan": plan})
+        message = {"new": [r.to_dict() for r in new], "finish": finish, "plan": plan, "prefill_limit": prefill_limit}
+        self._control.begin_step({"kind": "step"} | message)
         try:
             self.replica.apply(new, finish)
-            output, result = self.replica.step(plan)
+            output, result = self.replica.step(plan, prefill_limit)
             digest = self.replica.digest(result)
         finally:
             self._control.end_step(digest)
@@ -262,6 +164,10 @@ class EngineCore:
     def _plan(self, new: list[Request]) -> GuessPlan:
         """How much the next step guesses; what it depends on is known to rank 0 alone."""
         return NO_GUESSES if self._speculation is None else self._speculation.plan(self.replica.scheduler.running, new)
+
+    def _prefill_limit(self) -> int | None:
+        """Prompt tokens of the next step beside those that decode; None for no bound but the token budget."""
+        return None
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

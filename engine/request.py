@@ -10,6 +10,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1_000
 MAX_LOGPROBS = 20
+MAX_SALT_LENGTH = 256
 
 
 class InvalidRequestError(ValueError):
@@ -45,7 +46,8 @@ class SamplingParams:
     temperature 0 is greedy. `max_tokens=None` means the rest of the context. `logprobs=k` returns the k most likely
     tokens and the chosen one at every generated position, `prompt_logprobs=k` the same for the prompt. The repetition
     penalty sees prompt and output, the presence and frequency penalties the output alone. Logprobs are those of the
-    model before penalties, bias and temperature.
+    model before penalties, bias and temperature. Of waiting requests the one with the lowest `priority` comes first,
+    and it loses its place last. Only requests of the same `cache_salt` share cached prompts.
 
     Raises InvalidRequestError naming the field when a value is out of range.
     """
@@ -69,6 +71,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -127,6 +131,13 @@ class SamplingParams:
                 name,
                 f"must be between 0 and {MAX_LOGPROBS}.",
             )
+        _check(_is_int(self.priority) and -(2**31) <= self.priority < 2**31, "priority", "must be a 32-bit integer.")
+        salt = self.cache_salt
+        _check(
+            salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LENGTH),
+            "cache_salt",
+            f"must be a non-empty string of at most {MAX_SALT_LENGTH} characters.",
+        )
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:

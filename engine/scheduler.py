@@ -138,8 +138,9 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def schedule(self, plan: GuessPlan = NO_GUESSES) -> SchedulerOutput:
-        """The next step's work; takes the blocks it needs. `plan` holds for requests that decode."""
+    def schedule(self, plan: GuessPlan = NO_GUESSES, prefill_limit: int | None = None) -> SchedulerOutput:
+        """The next step's work; takes the blocks it needs. `plan` holds for requests that decode; where some do, at
+        most `prefill_limit` tokens (at least 1) of others are prefilled beside them."""
         output = SchedulerOutput(plan=plan)
         budget = self._schedule_running(output, self.max_num_batched_tokens)
         self._schedule_waiting(output, budget)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import engine.cache_plan
-import engine.core
 import engine.model_runner
 import engine.rehearsal
+import engine.replica
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
@@ -31,7 +31,7 @@ def small_blocks():
     """Blocks of 8 tokens, so that short requests cross many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.cache_plan, "BLOCK_SIZE", BLOCK)
-        patch.setattr(engine.core, "BLOCK_SIZE", BLOCK)
+        patch.setattr(engine.replica, "BLOCK_SIZE", BLOCK)
         patch.setattr(engine.model_runner, "BLOCK_SIZE", BLOCK)
         patch.setattr(engine.rehearsal, "BLOCK_SIZE", BLOCK)
         yield

@@ -7,9 +7,9 @@ import random
 import pytest
 
 import engine.cache_plan
-import engine.core
 import engine.model_runner
 import engine.rehearsal
+import engine.replica
 from engine.core import EngineCore
 from engine.request import SamplingParams
 from tests.answers import ask
@@ -61,7 +61,7 @@ def test_shaped_logits_where_fewer_guesses_are_planned_than_a_graph_verifies(che
 @pytest.mark.parametrize("kind", ["eager", "ahead"])
 @pytest.mark.parametrize("changes", [SHAPED[0], SHAPED[2]], ids=lambda c: next(iter(c)))
 def test_shaped_logits_in_steps_that_preempt(checkpoint, monkeypatch, kind, changes):
-    for module in (engine.cache_plan, engine.core, engine.model_runner, engine.rehearsal):
+    for module in (engine.cache_plan, engine.model_runner, engine.rehearsal, engine.replica):
         monkeypatch.setattr(module, "BLOCK_SIZE", BLOCK)
     plain = build(checkpoint, None, max_model_len=160, max_num_seqs=5)
     core = build(checkpoint, K, kind == "ahead", kv_cache_memory_gb=9.5 * BLOCK_BYTES / 2**30, max_num_seqs=4)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import engine.core
+import engine.replica
 from engine.config import EngineConfig
-from engine.core import EngineCore, Replica
+from engine.core import EngineCore
 from engine.launch import start_engine
+from engine.replica import Replica
 from engine.request import Request, SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.step_output import ModelRunnerOutput
@@ -68,7 +69,7 @@ class World:
     def __init__(self, overlap: bool, num_blocks: int, block_size: int, seqs: int, budget: int, replays: bool = True):
         config = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=budget)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.core, "BLOCK_SIZE", block_size)
+            patch.setattr(engine.replica, "BLOCK_SIZE", block_size)
             self.replica = Replica(config, Runner(num_blocks, block_size, replays), overlap)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}

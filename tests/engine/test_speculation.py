@@ -11,9 +11,9 @@ import random
 import pytest
 
 import engine.cache_plan
-import engine.core
 import engine.model_runner
 import engine.rehearsal
+import engine.replica
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
@@ -47,7 +47,7 @@ KINDS = ["eager", "ahead"]
 def small_blocks():
     """Blocks of 8 tokens, so that short requests and their guesses cross many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine.cache_plan, engine.core, engine.model_runner, engine.rehearsal):
+        for module in (engine.cache_plan, engine.model_runner, engine.rehearsal, engine.replica):
             patch.setattr(module, "BLOCK_SIZE", BLOCK)
         yield
 
@@ -279,9 +279,9 @@ def test_a_replay_ahead_is_what_was_tried(guessing):
     core, seen = guessing, []
     step = core.replica.step
 
-    def watched(plan):
+    def watched(plan, prefill_limit):
         waiting, launched = len(core.replica._in_flight), core.replica.num_steps
-        result = step(plan)
+        result = step(plan, prefill_limit)
         seen.append(waiting * (core.replica.num_steps - launched))
         return result
 
