@@ -216,12 +216,24 @@ class EngineCore:
 
     def _read_expert_load(self) -> ExpertLoad:
         runner = self.replica.runner
+        return self._between_steps("expert_load" if runner.gathers_expert_counts else None, runner.expert_load)
+
+    def flush_prefix_cache(self) -> None:
+        """No request after this finds what those before it have computed.
+
+        Raises EngineDeadError once a rank has failed.
+        """
+        self._check_alive()
+        self._between_steps("flush", self.replica.scheduler.kv_cache.flush)
+
+    def _between_steps(self, kind: str | None, function: Callable[[], Any]) -> Any:
+        """What `function` returns, while the other ranks do what `kind` tells them, if it tells them anything."""
         try:
-            if self._control is None or not runner.gathers_expert_counts:
-                return runner.expert_load()
-            self._control.begin_step({"kind": "expert_load"})
+            if self._control is None or kind is None:
+                return function()
+            self._control.begin_step({"kind": kind})
             try:
-                return runner.expert_load()
+                return function()
             finally:
                 self._control.end_step()
         except BaseException as error:

@@ -1,46 +1,26 @@
-"""Which blocks of the KV cache belong to whom. Pure bookkeeping: block numbers only, no tensors.
-
-Block 0 belongs to no one: padding rows write there.
-"""
+"""Which blocks of the KV cache belong to which request, and which it finds filled. Pure bookkeeping, no tensors."""
 
 from __future__ import annotations
 
-from collections import deque
-
+from engine.block_pool import BlockPool
+from engine.prefix_cache import BlockDigests
 from engine.request import Request
 
 
-class BlockPool:
-    """Free block numbers 1..num_blocks-1, handed out oldest first."""
-
-    def __init__(self, num_blocks: int):
-        if num_blocks < 2:
-            raise ValueError(f"a KV cache needs at least 2 blocks, not {num_blocks}.")
-        self.num_blocks = num_blocks
-        self._free = deque(range(1, num_blocks))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_usable(self) -> int:
-        return self.num_blocks - 1
-
-    def take(self, count: int) -> list[int]:
-        """Raises IndexError when fewer than `count` are free."""
-        return [self._free.popleft() for _ in range(count)]
-
-    def give_back(self, blocks: list[int]) -> None:
-        self._free.extend(blocks)
-
-
 class KVCacheManager:
-    """Grows and frees the block lists of requests."""
+    """Grows and frees the block lists of requests; a changed list that is not just longer is a new list.
 
-    def __init__(self, num_blocks: int, block_size: int):
+    With `enable_prefix_caching` a request takes over the blocks of an equal beginning, whoever computed them.
+    `lookahead`: as in engine.prefix_cache. Blocks become findable when the step that fills them is scheduled: another
+    request may have them in the same step, since in each layer all KV is written before any is read.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = False, lookahead: int = 0):
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._digests = BlockDigests(block_size, lookahead)
+        self.query_tokens = self.hit_tokens = 0
 
     @property
     def max_tokens(self) -> int:
@@ -50,7 +30,95 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of blocks that requests hold, 0 to 1."""
-        return 1.0 - self.pool.num_free / self.pool.num_usable
+        return self.pool.num_held / self.pool.num_usable
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with nothing in them; with `num_cached` and `num_held` all there are."""
+        return self.pool.num_free - self.pool.num_idle
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no request holds, kept for those to come."""
+        return self.pool.num_idle
+
+    @property
+    def num_held(self) -> int:
+        return self.pool.num_held
+
+    def admit(self, request: Request) -> bool:
+        """Room for all tokens of a request that has no blocks, which then counts as computed what was found; False, and
+        nothing taken, if blocks run out."""
+        found = self._find(request)
+        missing = -(-request.num_tokens // self.block_size) - len(found)
+        if missing > self.pool.num_free - sum(map(self.pool.is_idle, found)):
+            return False
+        self.pool.hold(found)
+        request.block_ids = found + self.pool.take(missing)
+        request.num_named_blocks = len(found)
+        self.query_tokens += self._counts(request) * request.num_tokens
+        self._skip(request, len(found) * self.block_size)
+        return True
+
+    def _find(self, request: Request) -> list[int]:
+        """The blocks of the longest beginning that is there. One token at least is left to compute."""
+        found = []
+        if self._may_find(request):
+            num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
+            for digest in self._digests.of(request, num_full)[:num_full]:
+                block = self.pool.find(digest)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def catch_up(self, request: Request) -> None:
+        """A request amid its prompt takes over what others have computed of it meanwhile."""
+        first = request.num_computed_tokens // self.block_size
+        if request.num_computed_tokens % self.block_size or not self._may_find(request):
+            return
+        num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
+        found = []
+        for digest in self._digests.of(request, num_full)[first:num_full]:
+            block = self.pool.find(digest)
+            if block is None:
+                break
+            found.append(block)
+        if found:
+            stop = first + len(found)
+            self.pool.hold(found)
+            self.pool.give_back(request.block_ids[first:stop])
+            request.block_ids = request.block_ids[:first] + found + request.block_ids[stop:]
+            request.num_named_blocks = stop
+            self._skip(request, len(found) * self.block_size)
+
+    def _skip(self, request: Request, num_tokens: int) -> None:
+        request.num_computed_tokens += num_tokens
+        if self._counts(request):
+            request.num_cached_tokens += num_tokens
+            self.hit_tokens += num_tokens
+
+    def _counts(self, request: Request) -> bool:
+        """What a request computes again after it lost its place is no one's prompt."""
+        return self.enable_prefix_caching and not request.num_preemptions
+
+    def _may_find(self, request: Request) -> bool:
+        """Logprobs of a prompt take all of its rows."""
+        return self.enable_prefix_caching and request.params.prompt_logprobs is None
+
+    def _num_known(self, request: Request) -> int:
+        return self._digests.num_full(request.num_tokens - request.num_pending)
+
+    def name_blocks(self, request: Request, num_computed: int) -> None:
+        """Makes findable the blocks that `num_computed` tokens fill, as far as their tokens are known."""
+        num_full = min(num_computed // self.block_size, len(request.block_ids))
+        if num_full <= request.num_named_blocks or not self.enable_prefix_caching:
+            return
+        num_full = min(num_full, self._num_known(request))
+        digests = self._digests.of(request, num_full)
+        for index in range(request.num_named_blocks, num_full):
+            self.pool.name(request.block_ids[index], digests[index])
+        request.num_named_blocks = max(num_full, request.num_named_blocks)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Makes room for the request's first `num_tokens` tokens; False, and nothing taken, if blocks run out."""
@@ -63,4 +131,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         self.pool.give_back(request.block_ids)
-        request.block_ids = []
+        request.block_ids, request.num_named_blocks = [], 0
+
+    def flush(self) -> None:
+        """Nothing computed so far is found any more. What requests hold stays theirs."""
+        self.pool.forget_all()

@@ -142,6 +142,9 @@ class Follower:
             if message["kind"] == "expert_load":
                 self._replica.runner.expert_counts()
                 digest = None
+            elif message["kind"] == "flush":
+                self._replica.scheduler.kv_cache.flush()
+                digest = None
             else:
                 digest = self._replica.step_as_told(message)
             self._control.end_step(digest, self._replica.has_unfinished)

@@ -31,7 +31,8 @@ class Replica:
         self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._launched = SchedulerOutput()
-        kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE)
+        lookahead = int(runner.num_guesses > 0)  # a draft's KV depends on the token after
+        kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE, config.enable_prefix_caching, lookahead)
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
 
     def apply(self, new: list[Request], finish: list[list[Any]]) -> None:

@@ -255,7 +255,8 @@ class Request:
     in flight that sample: each commits one token, which all counts here include, and as many more as guesses of it are
     accepted, which the host learns when it reads the step. `num_pending_guesses` bounds those. `guess_ids` are the
     draft's for the tokens after the last one, as far as the host knows them; `num_guessed` counts those that the device
-    has.
+    has. `block_digests` say what its full blocks hold, `num_named_blocks` counts those that others may find by them,
+    `num_cached_tokens` the prompt tokens that it found computed. `arrival` orders requests of one priority.
     """
 
     request_id: str
@@ -267,6 +268,11 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    num_named_blocks: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrival: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_pending: int = 0
@@ -275,6 +281,11 @@ class Request:
     num_guessed: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    @property
+    def rank_in_line(self) -> tuple[int, int]:
+        """The lowest of those that wait comes first; the highest of those that run gives way first."""
+        return self.params.priority, self.arrival
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import operator
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +49,9 @@ class GuessPlan(NamedTuple):
 
 
 NO_GUESSES = GuessPlan()
+MANY_PREFILLS = 8  # no more are begun before those ahead are done, since all hold blocks for their whole prompt
+_ALIGNED_BLOCKS = 4  # a chunk of so many blocks ends with one, so that others may go on from there
+_LINE = operator.attrgetter("rank_in_line")
 
 
 @dataclass
@@ -66,20 +70,22 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, first come first served.
+    """Continuous batching with chunked prefill, by priority, and first come first served within one.
 
-    Running requests come first, so that a long prompt never stalls them; what is left of the token budget prefills.
-    A request is admitted only when its whole prompt fits the free blocks. When blocks run out while decoding, the
-    request admitted last gives its blocks back and is computed again later.
+    Requests that decode come first, so that a long prompt never stalls them; what is left of the token budget prefills.
+    Half of that belongs to the first in line; the other half to the prompts with the least left to do, so that a short
+    one need not wait for a long one. A request is admitted only when its whole prompt fits the free blocks. When blocks
+    run out while decoding, the last in line of those that run gives its blocks back and is computed again later.
     """
 
     def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int):
         self.kv_cache = kv_cache
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []  # in line, as those that run
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
         self._num_penalized = 0
 
@@ -95,7 +101,9 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} is already here.")
         self._requests[request.request_id] = request
         self._num_penalized += request.params.has_penalties
-        self.waiting.append(request)
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
+        insort(self.waiting, request, key=_LINE)
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -133,38 +141,76 @@ class Scheduler:
         del self._requests[request.request_id]
         self._num_penalized -= request.params.has_penalties
         self.kv_cache.free(request)
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        for line in (self.running, self.waiting):
+            if _take_out(line, request):
+                return
 
     def schedule(self, plan: GuessPlan = NO_GUESSES, prefill_limit: int | None = None) -> SchedulerOutput:
         """The next step's work; takes the blocks it needs. `plan` holds for requests that decode; where some do, at
         most `prefill_limit` tokens (at least 1) of others are prefilled beside them."""
         output = SchedulerOutput(plan=plan)
-        budget = self._schedule_running(output, self.max_num_batched_tokens)
-        self._schedule_waiting(output, budget)
+        prefilling = [r for r in self.running if _is_prefilling(r)]
+        budget = self._schedule_decodes(output, bool(prefilling), self.max_num_batched_tokens)
+        if output.scheduled and prefill_limit is not None:
+            budget = min(budget, max(prefill_limit, 1))
+        prefilling = [r for r in prefilling if r.block_ids]  # those that have not lost their place
+        if not output.num_preempted:
+            self._admit(prefilling, budget)
+        self._schedule_prefills(output, prefilling, budget)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        """Decodes before prefills. Only decodes can need blocks: a prompt got all of its own when it was admitted."""
-        prefilling = [r for r in self.running if _is_prefilling(r)]
+    def _schedule_decodes(self, output: SchedulerOutput, prefills_wait: bool, budget: int) -> int:
+        """Only decodes can need blocks: a prompt got all of its own when it was admitted."""
         decoding = [r for r in self.running if r.num_tokens - r.num_computed_tokens == 1 and not r.ends_in_flight]
         decoding = [r for r in decoding[:budget] if self._make_room(r, r.num_computed_tokens + 1, output)]
         budget -= len(decoding)
-        spare = budget // 2 if prefilling or self.waiting else budget  # guesses never stall a prompt
+        spare = budget // 2 if prefills_wait or self.waiting else budget  # guesses never stall a prompt
         for request in decoding:
             known = request.num_guessed if request.num_pending else len(request.guess_ids)
             most = 0 if output.num_preempted else min(output.plan.num_verify, known, spare)
             num_guesses = self._num_guesses(request, most, output.plan)
             output.scheduled.append(ScheduledRequest.next_of(request, 1, num_guesses, known))
             spare, budget = spare - num_guesses, budget - num_guesses
-        for request in prefilling:
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, output):
-                output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
-                budget -= num_tokens
         return budget
+
+    def _admit(self, prefilling: list[Request], budget: int) -> None:
+        """Those that wait, in line, while some of the budget is left, and a few more: a short one may overtake."""
+        wanted = sum(map(_num_left, prefilling))
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+            if wanted >= budget and len(prefilling) >= MANY_PREFILLS:
+                return
+            request = self.waiting[0]
+            if not self.kv_cache.admit(request):
+                return
+            del self.waiting[0]
+            insort(self.running, request, key=_LINE)
+            prefilling.append(request)
+            wanted += _num_left(request)
+
+    def _schedule_prefills(self, output: SchedulerOutput, prefilling: list[Request], budget: int) -> None:
+        """Each first takes over what others have computed of its prompt, those before it in this step included: prompts
+        with a common beginning compute it once, together."""
+        if not prefilling:
+            return
+        first, *others = sorted(prefilling, key=_LINE)
+        others.sort(key=_num_left)
+        kept = min(budget // 2, sum(map(_num_left, others)))
+        for request in (first, *others):
+            self.kv_cache.catch_up(request)
+            num_tokens = self._chunk(request, budget - kept if request is first else budget)
+            if num_tokens:
+                item = ScheduledRequest.next_of(request, num_tokens)
+                self.kv_cache.name_blocks(request, item.stop)
+                output.scheduled.append(item)
+                budget -= num_tokens
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        num_tokens = min(_num_left(request), budget)
+        stop = request.num_computed_tokens + num_tokens
+        block_size = self.kv_cache.block_size
+        if stop < request.num_tokens and num_tokens >= _ALIGNED_BLOCKS * block_size:
+            num_tokens -= stop % block_size
+        return num_tokens
 
     def _num_guesses(self, request: Request, most: int, plan: GuessPlan) -> int:
         """Guesses to verify, and blocks for them and for the draft's own chain after them, if there are some left.
@@ -182,7 +228,7 @@ class Scheduler:
             return False
         num_tokens = min(num_tokens + request.num_pending_guesses, max(request.longest, num_tokens))
         while not self.kv_cache.grow(request, num_tokens):
-            victim = self.running[-1]
+            victim = self.running[-1]  # not among those scheduled already, which stand before this one
             self._preempt(victim)
             output.num_preempted += 1
             if victim is request:
@@ -193,20 +239,10 @@ class Scheduler:
         self.kv_cache.free(request)
         request.num_computed_tokens = 0
         request.guess_ids, request.num_guessed = [], 0
-        self.running.remove(request)
-        self.waiting.appendleft(request)
+        request.num_preemptions += 1
+        _take_out(self.running, request)
+        insort(self.waiting, request, key=_LINE)
         self.num_preemptions += 1
-
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not output.num_preempted:
-            request = self.waiting[0]
-            if not self.kv_cache.grow(request, request.num_tokens):
-                return
-            self.waiting.popleft()
-            self.running.append(request)
-            num_tokens = min(request.num_tokens, budget)
-            output.scheduled.append(ScheduledRequest.next_of(request, num_tokens))
-            budget -= num_tokens
 
     def launch(self, output: SchedulerOutput) -> None:
         """From now on plans as if the step were done; the tokens that it samples are pending until `update`."""
@@ -236,6 +272,7 @@ class Scheduler:
         request = item.request
         request.num_draft_tokens += item.num_guesses
         request.num_accepted_tokens += min(len(request.commit(token_ids)), len(token_ids) - 1, item.num_guesses)
+        self.kv_cache.name_blocks(request, request.num_tokens - request.num_pending - 1)  # all but the newest is there
         if request.finished:
             self._remove(request)
         elif request.num_computed_tokens >= item.stop:  # it has not lost its blocks since
@@ -244,4 +281,17 @@ class Scheduler:
 
 
 def _is_prefilling(request: Request) -> bool:
-    return request.num_tokens - request.num_computed_tokens > 1
+    return _num_left(request) > 1
+
+
+def _num_left(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens
+
+
+def _take_out(line: list[Request], request: Request) -> bool:
+    """Whether it stood there."""
+    index = bisect_left(line, request.rank_in_line, key=_LINE)
+    if index == len(line) or line[index] is not request:
+        return False
+    del line[index]
+    return True

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, SamplingParams
@@ -13,9 +13,10 @@ from engine.scheduler import NO_GUESSES, GuessPlan, Scheduler, SchedulerOutput
 from tests.simulated_device import SimulatedDevice, Told
 
 
-def make_request(name: str, prompt_len: int, max_tokens: int) -> Request:
-    prompt = [1000 * (hash_of(name) % 97) + p for p in range(prompt_len)]
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens), seed=0, max_tokens=max_tokens)
+def make_request(name: str, prompt_len: int, max_tokens: int, shared: int = 0, **params) -> Request:
+    """The first `shared` tokens of its prompt are those of all that share so many."""
+    prompt = [p if p < shared else 1000 * (hash_of(name) % 97) + p for p in range(prompt_len)]
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), seed=0, max_tokens=max_tokens)
 
 
 def hash_of(name: str) -> int:
@@ -52,21 +53,31 @@ class Side:
 
 
 class ScheduledWorld:
-    """One scheduler, and a twin fed with the same input. `replays`: as SimulatedDevice has it."""
+    """One scheduler, and a twin fed with the same input. `replays`: as SimulatedDevice has it. `lookahead`: as
+    KVCacheManager has it, 1 where the device has a draft."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, replays: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        replays: bool = True,
+        lookahead: int = 1,
+        caching: bool = True,
     ):
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, max_num_batched_tokens
         self.side, self.twin = (
             Side(
-                Scheduler(KVCacheManager(num_blocks, block_size), max_num_seqs, max_num_batched_tokens),
-                SimulatedDevice(block_size, token_at, replays),
+                Scheduler(
+                    KVCacheManager(num_blocks, block_size, caching, lookahead), max_num_seqs, max_num_batched_tokens
+                ),
+                SimulatedDevice(block_size, token_at, replays, has_draft=lookahead > 0),
             )
             for _ in range(2)
         )
         self.scheduler = self.side.scheduler
-        self.arrivals: dict[str, int] = {}
+        self.arrivals: dict[str, tuple[int, int]] = {}
         self.limits: dict[str, tuple[int, int]] = {}
         self.finished: dict[str, list[int]] = {}
         self.ahead = 0
@@ -75,10 +86,10 @@ class ScheduledWorld:
     def max_tokens(self) -> int:
         return self.scheduler.kv_cache.max_tokens
 
-    def add(self, name: str, prompt_len: int, max_tokens: int) -> None:
+    def add(self, name: str, prompt_len: int, max_tokens: int, shared: int = 0, priority: int = 0, **params) -> None:
         for side in (self.side, self.twin):
-            side.scheduler.add(make_request(name, prompt_len, max_tokens))
-        self.arrivals[name] = len(self.arrivals)
+            side.scheduler.add(make_request(name, prompt_len, max_tokens, shared, priority=priority, **params))
+        self.arrivals[name] = (priority, len(self.arrivals))
         self.limits[name] = (prompt_len, max_tokens)
 
     def end(self, name: str, reason: str = "abort") -> None:
@@ -88,7 +99,15 @@ class ScheduledWorld:
             assert side.scheduler.get(name) is None
         self.check_blocks()
 
-    def step(self, plan: GuessPlan = NO_GUESSES, ahead: bool = False) -> SchedulerOutput:
+    def flush(self) -> None:
+        for side in (self.side, self.twin):
+            side.scheduler.kv_cache.flush()
+        self.check_blocks()
+        assert self.scheduler.kv_cache.num_cached == 0
+
+    def step(
+        self, plan: GuessPlan = NO_GUESSES, ahead: bool = False, prefill_limit: int | None = None
+    ) -> SchedulerOutput:
         """Plans and launches a step. `ahead`: leaves its tokens unread, and launches it before those of the one before
         are read where that may be done."""
         if not (ahead and self.side.may_run_ahead):
@@ -97,9 +116,11 @@ class ScheduledWorld:
             self.ahead += bool(self.side.in_flight)
         unfinished = sorted([*self.scheduler.running, *self.scheduler.waiting], key=self._arrival)
         unfinished = [r for r in unfinished if not r.ends_in_flight]
+        unfinished = [r for r in unfinished if r in self.scheduler.running] or unfinished  # a seat is not taken away
         decoding = [r for r in self.scheduler.running if r in unfinished and r.num_tokens - r.num_computed_tokens == 1]
-        output = self.scheduler.schedule(plan)
+        output = self.scheduler.schedule(plan, prefill_limit)
         self.check_blocks()
+        self._check_prefill_limit(output, prefill_limit)
         self._check_limits(output)
         scheduled = [item.request for item in output.scheduled]
         if unfinished and (not self.side.in_flight or unfinished[0] in self.scheduler.running):
@@ -107,7 +128,7 @@ class ScheduledWorld:
         for request in decoding:
             assert request in scheduled or request in self.scheduler.waiting, "a prefill never stalls a decode"
         self._check_progress(output)
-        self._launch(output)
+        self._launch(output, prefill_limit)
         self.read(1 if ahead and output.scheduled else 0)
         return output
 
@@ -117,8 +138,14 @@ class ScheduledWorld:
             scheduled = [item.request for item in output.scheduled]
             assert prefilling[0] in scheduled, "guesses never stall a prefill"
 
-    def _launch(self, output: SchedulerOutput) -> None:
-        other = self.twin.scheduler.schedule(output.plan)
+    def _check_prefill_limit(self, output: SchedulerOutput, prefill_limit: int | None) -> None:
+        decodes = [item for item in output.scheduled if item.samples and item.num_tokens == 1]
+        prompt_tokens = sum(item.num_tokens for item in output.scheduled if item not in decodes)
+        if decodes and prefill_limit is not None and decodes[0] is output.scheduled[0]:
+            assert prompt_tokens <= max(prefill_limit, 1)
+
+    def _launch(self, output: SchedulerOutput, prefill_limit: int | None) -> None:
+        other = self.twin.scheduler.schedule(output.plan, prefill_limit)
         assert _shape(other) == _shape(output) and other.num_preempted == output.num_preempted
         self.side.launch(output)
         self.twin.launch(other)
@@ -145,16 +172,31 @@ class ScheduledWorld:
         assert not self.scheduler.running and not self.scheduler.waiting
 
     def check_blocks(self) -> None:
-        """No block leaked, shared, freed twice, or the one that belongs to no one; waiting requests hold none."""
+        """No block leaked, freed twice, or the one that belongs to no one; shared only by those whose tokens it holds;
+        waiting requests hold none."""
         pool = self.scheduler.kv_cache.pool
-        held = [b for r in self.scheduler.running for b in r.block_ids]
-        assert sorted(held + list(pool._free)) == list(range(1, pool.num_blocks))
+        held = Counter(b for r in self.scheduler.running for b in r.block_ids)
+        assert all(pool.num_holders(block) == held[block] for block in range(pool.num_blocks))
+        assert sorted([*held, *pool._empty, *pool._idle]) == list(range(1, pool.num_blocks))
+        kv_cache = self.scheduler.kv_cache
+        assert kv_cache.num_held == len(held)
+        assert kv_cache.num_free + kv_cache.num_cached + kv_cache.num_held == pool.num_usable
+        assert {d: b for b, d in enumerate(pool._digests) if d is not None} == pool._blocks
+        assert all(pool._digests[b] is not None for b in pool._idle)
+        assert all(pool._digests[b] is not None for b, count in held.items() if count > 1)
         assert all(not r.block_ids and r.num_computed_tokens == 0 for r in self.scheduler.waiting)
-        queue = [*self.scheduler.running, *self.scheduler.waiting]
-        assert [self._arrival(r) for r in queue] == sorted(map(self._arrival, queue)), "first come, first served"
-        assert {r.request_id for r in queue} == self.scheduler._requests.keys()
+        self._check_lines()
 
-    def _arrival(self, request: Request) -> int:
+    def _check_lines(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        for line in (running, waiting):
+            assert [self._arrival(r) for r in line] == sorted(map(self._arrival, line))
+        for priority in {r.params.priority for r in waiting}:
+            line = [self._arrival(r) for r in (*running, *waiting) if r.params.priority == priority]
+            assert line == sorted(line), "first come, first served"
+        assert {r.request_id for r in (*running, *waiting)} == self.scheduler._requests.keys()
+
+    def _arrival(self, request: Request) -> tuple[int, int]:
         return self.arrivals[request.request_id]
 
     def _check_limits(self, output: SchedulerOutput) -> None:

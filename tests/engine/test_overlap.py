@@ -43,7 +43,7 @@ class Runner:
     overlaps = False
 
     def __init__(self, num_blocks: int, block_size: int, replays: bool = True):
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_guesses = num_blocks, 4
         self.device = SimulatedDevice(block_size, token_of, replays, end=END)
         self.lost: str | None = None
 
@@ -67,7 +67,7 @@ class World:
     """A replica on a simulated device, and what came of every request."""
 
     def __init__(self, overlap: bool, num_blocks: int, block_size: int, seqs: int, budget: int, replays: bool = True):
-        config = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=budget)
+        config = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=budget, enable_prefix_caching=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine.replica, "BLOCK_SIZE", block_size)
             self.replica = Replica(config, Runner(num_blocks, block_size, replays), overlap)

@@ -27,25 +27,35 @@ class AnyTraffic(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         budget=st.integers(1, 9),
         replays=st.booleans(),
+        lookahead=st.integers(0, 1),
+        caching=st.sampled_from([True, True, True, False]),
     )
-    def start(self, num_blocks, block_size, seqs, budget, replays):
-        self.world = ScheduledWorld(num_blocks, block_size, seqs, budget, replays)
+    def start(self, num_blocks, block_size, seqs, budget, replays, lookahead, caching):
+        self.world = ScheduledWorld(num_blocks, block_size, seqs, budget, replays, lookahead, caching)
 
     @rule(data=st.data())
     def arrive(self, data):
         prompt_len = data.draw(st.integers(1, self.world.max_tokens))
         max_tokens = data.draw(st.integers(1, self.world.max_tokens - prompt_len + 1))
-        self.world.add(f"r{len(self.world.arrivals)}", prompt_len, max_tokens)
+        shared = data.draw(st.integers(0, prompt_len))
+        params = {"priority": data.draw(st.sampled_from([0, 0, 0, 1, -1]))}
+        params["cache_salt"] = data.draw(st.sampled_from([None, None, None, "salt"]))
+        params["prompt_logprobs"] = data.draw(st.sampled_from([None, None, None, None, 0]))
+        self.world.add(f"r{len(self.world.arrivals)}", prompt_len, max_tokens, shared, **params)
 
     @precondition(lambda self: self.world.scheduler.has_unfinished)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))
     def end(self, data, reason):
         self.world.end(data.draw(st.sampled_from(sorted(self.world.scheduler._requests))), reason)
 
-    @rule(count=st.integers(1, 8), plan=plans(), ahead=st.booleans())
-    def step(self, count, plan, ahead):
+    @rule(count=st.integers(1, 8), plan=plans(), ahead=st.booleans(), prefill_limit=st.none() | st.integers(0, 9))
+    def step(self, count, plan, ahead, prefill_limit):
         for _ in range(count):
-            self.world.step(plan, ahead)
+            self.world.step(plan, ahead, prefill_limit)
+
+    @rule()
+    def flush(self):
+        self.world.flush()
 
     @rule()
     def read(self):
