@@ -120,29 +120,27 @@ class ScheduledWorld:
         decoding = [r for r in self.scheduler.running if r in unfinished and r.num_tokens - r.num_computed_tokens == 1]
         output = self.scheduler.schedule(plan, prefill_limit)
         self.check_blocks()
-        self._check_prefill_limit(output, prefill_limit)
+        self._check_prefill_limit(output, prefill_limit, decoding)
         self._check_limits(output)
         scheduled = [item.request for item in output.scheduled]
         if unfinished and (not self.side.in_flight or unfinished[0] in self.scheduler.running):
             assert unfinished[0] in scheduled, "the oldest request makes progress in every step"
         for request in decoding:
             assert request in scheduled or request in self.scheduler.waiting, "a prefill never stalls a decode"
-        self._check_progress(output)
+        self._check_progress(output, decoding)
         self._launch(output, prefill_limit)
         self.read(1 if ahead and output.scheduled else 0)
         return output
 
-    def _check_progress(self, output: SchedulerOutput) -> None:
+    def _check_progress(self, output: SchedulerOutput, decoding: list[Request]) -> None:
         prefilling = [r for r in self.scheduler.running if r.num_tokens - r.num_computed_tokens > 1]
         if prefilling and any(item.num_guesses for item in output.scheduled):
-            scheduled = [item.request for item in output.scheduled]
-            assert prefilling[0] in scheduled, "guesses never stall a prefill"
+            assert any(item.request not in decoding for item in output.scheduled), "guesses never stall all prompts"
 
-    def _check_prefill_limit(self, output: SchedulerOutput, prefill_limit: int | None) -> None:
-        decodes = [item for item in output.scheduled if item.samples and item.num_tokens == 1]
-        prompt_tokens = sum(item.num_tokens for item in output.scheduled if item not in decodes)
-        if decodes and prefill_limit is not None and decodes[0] is output.scheduled[0]:
-            assert prompt_tokens <= max(prefill_limit, 1)
+    def _check_prefill_limit(self, output: SchedulerOutput, limit: int | None, decoding: list[Request]) -> None:
+        prompt_tokens = sum(item.num_tokens for item in output.scheduled if item.request not in decoding)
+        if any(item.request in decoding for item in output.scheduled) and limit is not None:
+            assert prompt_tokens <= max(limit, 1)
 
     def _launch(self, output: SchedulerOutput, prefill_limit: int | None) -> None:
         other = self.twin.scheduler.schedule(output.plan, prefill_limit)
