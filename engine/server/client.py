@@ -81,8 +81,10 @@ class RequestStream:
         """What has come in since the last call, at most one delta per choice. Raises what made the request fail."""
         deltas = [p.merged() if isinstance(p, _Backlog) else p for p in self._pending.values()]
         self._pending.clear()
-        if not deltas and self._error is not None:
-            raise self._error
+        if self._error is not None:
+            if not deltas:
+                raise self._error
+            self._wake.set()  # there is more to take: the error
         return deltas
 
     async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
