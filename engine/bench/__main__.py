@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "dense": ("engine.bench.dense", "the dense products of a layer on one rank"),
     "comm": ("engine.bench.comm", "rounds between ranks: collectives and dispatchers"),
     "spec": ("engine.bench.spec", "speculation: accept lengths, and decoding with and without"),
+    "serve": ("engine.bench.serve", "the engine under load: HTTP against in process, prefix cache against none"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 

@@ -67,7 +67,7 @@ class RequestStream:
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self._client = client
         self._wake = wake or asyncio.Event()
-        self._pending: dict[int, _Backlog] = {}
+        self._pending: dict[int, CompletionDelta | _Backlog] = {}
         self._num_running = num_choices
         self._error: Exception | None = None
         self._closed = False
@@ -79,10 +79,12 @@ class RequestStream:
 
     def take(self) -> list[CompletionDelta]:
         """What has come in since the last call, at most one delta per choice. Raises what made the request fail."""
-        deltas = [backlog.merged() for backlog in self._pending.values()]
+        deltas = [p.merged() if isinstance(p, _Backlog) else p for p in self._pending.values()]
         self._pending.clear()
-        if not deltas and self._error is not None:
-            raise self._error
+        if self._error is not None:
+            if not deltas:
+                raise self._error
+            self._wake.set()  # there is more to take: the error
         return deltas
 
     async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
@@ -107,10 +109,11 @@ class RequestStream:
             self.accepted.set_exception(error)
 
     def _push(self, delta: CompletionDelta) -> None:
-        if delta.index in self._pending:
-            self._pending[delta.index].add(delta)
-        else:
-            self._pending[delta.index] = _Backlog(delta)
+        unread = self._pending.setdefault(delta.index, delta)
+        if unread is not delta:
+            if not isinstance(unread, _Backlog):
+                unread = self._pending[delta.index] = _Backlog(unread)
+            unread.add(delta)
         self._num_running -= delta.finish_reason is not None
         self._wake.set()
 
@@ -361,10 +364,11 @@ async def merge_streams(
     streams: list[RequestStream], wake: asyncio.Event
 ) -> AsyncIterator[tuple[int, CompletionDelta]]:
     """Yields (number of the stream, delta) from streams that share `wake`, in the order of arrival."""
-    while not all(stream.exhausted for stream in streams):
+    while True:
         wake.clear()
         taken = [(number, delta) for number, stream in enumerate(streams) for delta in stream.take()]
         for item in taken:
             yield item
-        if not taken and not all(stream.exhausted for stream in streams):
-            await wake.wait()
+        if all(stream.exhausted for stream in streams):
+            return
+        await wake.wait()  # at once if something came while the reader was at work

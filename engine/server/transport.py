@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.server.errors import as_api_error
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 OUTCOME = "turnout.outcome"  # key in the ASGI scope: how the call ended, if not as its status says
 
 
@@ -42,7 +43,7 @@ async def _race(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
 
 def dumps(value: Any) -> bytes:
     """Compact JSON in pure ASCII: some readers of event streams take U+2028 and its like for line ends."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def json_response(value: Any) -> Response:
