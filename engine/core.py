@@ -177,8 +177,7 @@ class EngineCore:
         """Prompt tokens of the next step beside those that decode; None for no bound but the token budget."""
         if self._step_budget is None:
             return None
-        scheduler = self.replica.scheduler
-        return self._step_budget.limit(scheduler.running, [*scheduler.waiting, *new], plan)
+        return self._step_budget.limit(self.replica.scheduler, new, plan)
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

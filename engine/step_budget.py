@@ -5,13 +5,15 @@ Rank 0 alone decides, by its own clock. Without this, whoever streams waits for 
 
 from __future__ import annotations
 
+import heapq
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from engine.prefill_costs import PrefillCosts, StepLoad
 from engine.request import Request
-from engine.scheduler import GuessPlan, SchedulerOutput
+from engine.scheduler import MANY_PREFILLS, GuessPlan, Scheduler, SchedulerOutput
 from engine.stats import StepBudgetSnapshot
 
 FIRST_TOKENS = 16  # of the first step, of which nothing is known; a tile of rows is no dearer than one row
@@ -20,14 +22,16 @@ _GROWTH = 2  # at most, over what was measured
 _FEW_TOKENS = 4  # cost about what one costs
 _FEW_PAIRS = 2.0**18  # of tokens, whose attention takes no time to speak of
 _UNMEETABLE = 1.1  # where even one token is too much: so many times the step of one token, or prompts would starve
+_RANK = operator.attrgetter("rank_in_line")
 _MOST_OUTSIDE = 0.2  # of the time between two steps, in which the caller did other things
 
 
-class Chunk(NamedTuple):
-    """A prompt to be prefilled: tokens computed before, and those left."""
+class Prompt(NamedTuple):
+    """One to be prefilled: tokens computed before, as many at most, and those left."""
 
     context: int
     remaining: int
+    rank: tuple[int, int] = (0, 0)
 
 
 class StepTimer:
@@ -83,34 +87,48 @@ class StepBudget:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._timer = StepTimer(clock)
         self._costs = PrefillCosts()
-        self._costs.seed((StepLoad(n, 0, _pairs([Chunk(context, n)], n), 0), cost) for n, context, cost in seeds)
+        self._costs.seed((StepLoad(n, 0, _pairs([Prompt(context, n)], n), 0), cost) for n, context, cost in seeds)
         self._shown = StepBudgetSnapshot(None, 0.0, 0.0)
 
-    def limit(self, running: Sequence[Request], arriving: Iterable[Request], plan: GuessPlan) -> int | None:
-        """At least 1; None where nothing prefills beside requests that decode. arriving: those that have no blocks."""
+    def limit(self, scheduler: Scheduler, new: Sequence[Request], plan: GuessPlan) -> int | None:
+        """At least 1; None where nothing prefills beside requests that decode. new: not with the scheduler yet."""
         self._timer.enter()
-        chunks, rows, kv_tokens = [], 0, 0
-        for request in running:
+        prompts, rows, kv_tokens = [], 0, 0
+        for request in scheduler.running:
             remaining = request.num_tokens - request.num_computed_tokens
             if remaining > 1:
-                chunks.append(Chunk(request.num_computed_tokens, remaining))
+                prompts.append(Prompt(request.num_computed_tokens, remaining, request.rank_in_line))
             elif remaining == 1 and not request.ends_in_flight:
                 rows += 1 + plan.num_verify
                 kv_tokens += request.num_computed_tokens
-        chunks += [Chunk(request.num_computed_tokens, request.num_tokens) for request in arriving]
-        chunks.sort(key=lambda chunk: chunk.remaining)
-        limit = self._choose(chunks, rows, kv_tokens) if rows and chunks else None
+        if rows and (scheduler.waiting or new):
+            prompts += self._arriving(scheduler, new, prompts)
+        limit = self._choose(_in_turn(prompts), rows, kv_tokens) if rows and prompts else None
         self._shown = self._shown._replace(limit_tokens=limit)
         return limit
 
-    def _choose(self, chunks: list[Chunk], rows: int, kv_tokens: int) -> int:
+    def _arriving(self, scheduler: Scheduler, new: Sequence[Request], prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Those that the scheduler may admit now. How much of them it finds computed shows only then: all of it, to be
+        on the safe side, so that their chunk of this one step may be smaller than it need be."""
+        found: list[Prompt] = []
+        wanted = sum(prompt.remaining for prompt in prompts)
+        for request in heapq.nsmallest(MANY_PREFILLS, [*scheduler.waiting, *new], key=_RANK):
+            enough = wanted >= self._max_num_batched_tokens and len(prompts) + len(found) >= MANY_PREFILLS
+            if enough or len(scheduler.running) + len(found) >= scheduler.max_num_seqs:
+                break
+            wanted += request.num_tokens
+            context = request.num_tokens if scheduler.kv_cache.enable_prefix_caching else 0
+            found.append(Prompt(context, request.num_tokens, request.rank_in_line))
+        return found
+
+    def _choose(self, prompts: list[Prompt], rows: int, kv_tokens: int) -> int:
         """The most tokens whose step is expected within the bound."""
         costs = self._costs
         if not costs.is_measured:
             return FIRST_TOKENS
 
         def load(tokens: int) -> StepLoad:
-            return StepLoad(tokens, rows, _pairs(chunks, tokens), kv_tokens)
+            return StepLoad(tokens, rows, _pairs(prompts, tokens), kv_tokens)
 
         known = max(costs.most_tokens, 1)
         fewest = costs.least_tokens if costs.least_tokens > _FEW_TOKENS else 1  # what fewer cost is not known then
@@ -124,7 +142,7 @@ class StepBudget:
             here = load(tokens)
             return here.pairs <= most_pairs and costs.predict(here) <= seconds
 
-        limit = _largest(min(most, sum(chunk.remaining for chunk in chunks)), fits)
+        limit = _largest(min(most, sum(prompt.remaining for prompt in prompts)), fits)
         self._shown = self._shown._replace(predicted_seconds=costs.predict(load(limit)))
         return limit
 
@@ -156,12 +174,23 @@ def load_of(output: SchedulerOutput) -> StepLoad:
     return StepLoad(tokens, rows, pairs, kv_tokens)
 
 
-def _pairs(chunks: Sequence[Chunk], tokens: int) -> float:
-    """Of `tokens` shared evenly, what one has no use for going to the others. chunks: the shortest first."""
-    pairs, left = 0.0, tokens
-    for index, (context, remaining) in enumerate(chunks):
-        share = min(left / (len(chunks) - index), remaining)
-        pairs += share * (context + share / 2)
+def _in_turn(prompts: list[Prompt]) -> list[Prompt]:
+    """As the scheduler serves them: the first in line, then the shortest."""
+    if len(prompts) < 2:
+        return prompts
+    first, *others = sorted(prompts, key=operator.attrgetter("rank"))
+    return [first, *sorted(others, key=operator.attrgetter("remaining"))]
+
+
+def _pairs(prompts: Sequence[Prompt], tokens: int) -> float:
+    """Of a step's `tokens`, as the scheduler shares them: half for the first prompt, if the others need the rest."""
+    first, *others = prompts
+    kept = min(tokens // 2, sum(prompt.remaining for prompt in others))
+    share = min(tokens - kept, first.remaining)
+    pairs, left = share * (first.context + share / 2), tokens - share
+    for prompt in others:
+        share = min(prompt.remaining, left)
+        pairs += share * (prompt.context + share / 2)
         left -= share
     return pairs
 

@@ -72,7 +72,7 @@ class Step:
 
 
 class World:
-    """overlap: each step is launched before the one ahead of it is read."""
+    """overlap: each step is launched before the one ahead of it is read. caching: all prompts begin alike."""
 
     def __init__(
         self,
@@ -81,10 +81,11 @@ class World:
         max_num_batched_tokens: int = 2048,
         overlap: bool = True,
         seeds: Sequence[tuple[int, int, float]] = (),
+        caching: bool = False,
     ):
         self.machine, self.overlap = machine, overlap
         self.now = self._device_free = 0.0
-        self.scheduler = Scheduler(KVCacheManager(16000, BLOCK), 64, max_num_batched_tokens)
+        self.scheduler = Scheduler(KVCacheManager(16000, BLOCK, caching), 64, max_num_batched_tokens)
         self.budget = StepBudget(bound, max_num_batched_tokens, seeds, clock=lambda: self.now)
         self.steps: list[Step] = []
         self._in_flight: deque[tuple[SchedulerOutput, float, bool]] = deque()
@@ -111,7 +112,7 @@ class World:
 
     def step(self) -> None:
         """As a core and its replica do it."""
-        limit = self.budget.limit(self.scheduler.running, self.scheduler.waiting, NO_GUESSES)
+        limit = self.budget.limit(self.scheduler, [], NO_GUESSES)
         output = self.scheduler.schedule(NO_GUESSES, limit)
         if output.scheduled:
             self.scheduler.launch(output)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from engine.kv_cache import KVCacheManager
+from engine.prefill_costs import StepLoad
 from engine.request import Request, SamplingParams
-from engine.scheduler import NO_GUESSES, GuessPlan, ScheduledRequest, SchedulerOutput
+from engine.scheduler import NO_GUESSES, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
 from engine.step_budget import FIRST_TOKENS, StepBudget, StepTimer
 from tests.step_budget_sim import (
     Machine,
@@ -73,24 +75,18 @@ def test_steps_measured_at_start_spare_the_small_ones():
 
 
 def attending_alone(tokens: int) -> float:
-    from engine.prefill_costs import StepLoad
-
     return attending(StepLoad(tokens, 0, tokens * tokens / 2, 0))
 
 
-def test_a_prompt_that_starts_far_into_its_context():
-    """Its first tokens were computed before; no step with such a context has been seen."""
-    world = World(Machine(attending))
-    world.stream(4)
-    world.prefill(3000)
-    first = len(world.steps)
-    request = world.add("resumed", 95_000, 2)
-    world.step()
-    request.num_computed_tokens = 90_000 if request.num_computed_tokens == 0 else request.num_computed_tokens
-    while not request.output_token_ids:
-        world.step()
-    steps = beside(world.steps[first:])
-    assert percentile([step.seconds for step in steps], 0.95) <= 1.2 * world.budget.seconds
+def test_a_prompt_that_is_mostly_cached():
+    """Its first chunk beside streams has a context that no step before had: it must not be as long as others' first."""
+    world = World(Machine(attending), caching=True)
+    world.prefill(90_000)
+    world.stream(4, context=1)
+    steps = beside(world.prefill(95_000))
+    assert steps[0].load.pairs >= 89_000 * steps[0].load.tokens
+    assert max(step.seconds for step in steps) <= 1.2 * world.budget.seconds
+    assert rate(steps[-10:-1]) >= 0.85 * 150 / attending(steps[0].load._replace(tokens=150, pairs=150 * 93_000))
 
 
 def test_many_prompts_at_once():
@@ -132,25 +128,38 @@ def test_a_first_step_that_was_too_long_is_not_taken_for_the_least():
     assert steps[0].seconds > 0.1 and p99(steps[4:]) <= 1.2 * world.budget.seconds
 
 
+def scheduler_with(*decoding: Request) -> Scheduler:
+    """They have all of their tokens but the last one computed."""
+    scheduler = Scheduler(KVCacheManager(1000, 64), 64, 2048)
+    for request in decoding:
+        scheduler.add(request)
+    for item in scheduler.schedule().scheduled:
+        item.request.num_computed_tokens = item.request.num_tokens - 1
+    return scheduler
+
+
+def request(name: str, prompt_len: int) -> Request:
+    return Request(name, [1] * prompt_len, SamplingParams(), 0, 100)
+
+
 def test_no_bound_where_nobody_decodes_or_nothing_prefills():
     budget = StepBudget(0.05, 2048)
-    request = Request("a", [1] * 500, SamplingParams(), 0, 100)
-    assert budget.limit([request], [], NO_GUESSES) is None, "alone, a prompt may fill the step"
-    request.num_computed_tokens, request.output_token_ids = 500, [7]
-    assert budget.limit([request], [], NO_GUESSES) is None, "nothing to prefill"
-    assert budget.limit([request], [Request("b", [1] * 50, SamplingParams(), 0, 9)], NO_GUESSES) == FIRST_TOKENS
+    idle, streaming = scheduler_with(), scheduler_with(request("a", 500))
+    assert budget.limit(idle, [request("b", 50)], NO_GUESSES) is None, "alone, a prompt may fill the step"
+    assert budget.limit(streaming, [], NO_GUESSES) is None, "nothing to prefill"
+    assert budget.limit(streaming, [request("b", 50)], NO_GUESSES) == FIRST_TOKENS
     assert budget.snapshot().limit_tokens == FIRST_TOKENS
-    assert budget.limit([], [], NO_GUESSES) is None and budget.snapshot().limit_tokens is None
+    assert budget.limit(idle, [], NO_GUESSES) is None and budget.snapshot().limit_tokens is None
 
 
 def test_guesses_count_as_rows():
     """Rows that verify guesses are paid for out of the bound as well."""
     seeds = [(n, 0, 30e-6 * n) for n in (16, 64, 256, 1024, 2048)]
-    found = []
-    for guesses in (0, 7):
-        budget = StepBudget(0.02, 2048, seeds)
-        decoding = [Request(f"d{i}", [1] * 10, SamplingParams(), 0, 9, num_computed_tokens=9) for i in range(16)]
-        found.append(budget.limit(decoding, [Request("b", [1] * 5000, SamplingParams(), 0, 9)], GuessPlan(guesses, 0)))
+    scheduler = scheduler_with(*(request(f"d{i}", 10) for i in range(16)))
+    found = [
+        StepBudget(0.02, 2048, seeds).limit(scheduler, [request("b", 5000)], GuessPlan(guesses, 0))
+        for guesses in (0, 7)
+    ]
     assert found[0] - found[1] == pytest.approx(16 * 7, abs=12)
 
 
