@@ -20,6 +20,7 @@ FIRST_TOKENS = 16  # of the first step, of which nothing is known; a tile of row
 _AIM = 0.95  # of the bound: noise goes both ways
 _GROWTH = 2  # at most, over what was measured
 _FEW_TOKENS = 4  # cost about what one costs
+_LEAST_GROWTH = 1.25  # if what was measured leaves room for it: a block more, where chunks end with blocks
 _FEW_PAIRS = 2.0**18  # of tokens, whose attention takes no time to speak of
 _UNMEETABLE = 1.1  # where even one token is too much: so many times the step of one token, or prompts would starve
 _RANK = operator.attrgetter("rank_in_line")
@@ -135,8 +136,8 @@ class StepBudget:
         seconds = max(_AIM * self.seconds, _UNMEETABLE * costs.predict(load(fewest)) / fewest)
         most_pairs = max(_GROWTH * costs.most_pairs, _FEW_PAIRS)
         # Nothing costs more than in proportion: twice of what was measured takes twice as long at most.
-        most = min(_GROWTH, seconds / costs.predict(load(known))) * known
-        most = min(max(int(most), known), max(self._max_num_batched_tokens - rows, 1))
+        growth = min(max(seconds / costs.predict(load(known)), _LEAST_GROWTH), _GROWTH)
+        most = min(int(growth * known), max(self._max_num_batched_tokens - rows, 1))
 
         def fits(tokens: int) -> bool:
             here = load(tokens)

@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "dense": ("engine.bench.dense", "the dense products of a layer on one rank"),
     "comm": ("engine.bench.comm", "rounds between ranks: collectives and dispatchers"),
     "spec": ("engine.bench.spec", "speculation: accept lengths, and decoding with and without"),
+    "longest_step": ("engine.bench.longest_step", "streams beside the prefill of a long prompt, steps bounded or not"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 
