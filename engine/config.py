@@ -19,6 +19,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _CHOICES = {"dtype": DTYPES, "device": DEVICES, "load_format": LOAD_FORMATS, "kv_cache_dtype": KV_CACHE_DTYPES}
 MAX_COUNT = 2**31 - 1
+MAX_STEP_MS = 50.0  # on a GPU, unless the configuration says otherwise
 
 
 class ConfigError(ValueError):
@@ -173,6 +174,14 @@ class EngineConfig:
         if self.tp_share is None:
             return {"tp": self.tp, "ep": self.ep}
         return {"tp": self.tp_share, "ep": self.ep_share or 1, "is_share": True}
+
+    @property
+    def longest_step(self) -> float | None:
+        """Seconds that a step may take which prefills while others decode, None for no bound; once resolved."""
+        milliseconds = self.max_step_ms
+        if milliseconds is None:
+            milliseconds = MAX_STEP_MS if self.device == "cuda" else 0.0
+        return milliseconds / 1e3 or None
 
     def resolve(self, cuda_devices: int) -> EngineConfig:
         """Replaces every "auto" that depends on the machine alone; `cuda_devices` counts the GPUs of this host."""

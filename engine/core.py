@@ -24,6 +24,7 @@ from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError
 from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.speculation import Speculation
 from engine.stats import EngineStats
+from engine.step_budget import StepBudget
 from engine.step_output import ModelRunnerOutput
 
 _LAST_WORDS_SECONDS = 1.0
@@ -48,6 +49,9 @@ class EngineCore:
         self.vocab_size = files.model_config.vocab_size
         self.replica = Replica(config, runner, runner.overlaps)
         self._speculation = Speculation(runner, config.adaptive_draft_tokens) if runner.num_guesses else None
+        self._step_budget = None
+        if config.longest_step is not None:
+            self._step_budget = StepBudget(config.longest_step, config.max_num_batched_tokens, runner.prefill_times)
         self._eos_token_ids = files.eos_token_ids
         self._control = control
         self._on_shutdown = on_shutdown
@@ -123,6 +127,8 @@ class EngineCore:
         self._new, self._finish, self._aborted = [], [], []
         try:
             output, result = self._lead_step(new, finish)
+            if self._step_budget is not None:
+                self._step_budget.observe(output)
             if self._speculation is not None:
                 self._speculation.observe(output, result)
                 self._speculation.forget(sequence_id for sequence_id, *_ in finish)
@@ -139,14 +145,16 @@ class EngineCore:
                 self._fail("a step was interrupted, so the ranks no longer agree; start a new engine.")
             raise
         self._finish += [[sequence_id, "stop", stop] for sequence_id, stop in self._outputs.take_stopped()]
-        if self._speculation is not None and not self.has_unfinished():
-            self._speculation.pause()
+        if not self.has_unfinished():
+            for part in filter(None, (self._speculation, self._step_budget)):
+                part.pause()
         self._num_generated_tokens += sum(len(delta.token_ids) for delta in deltas)
         return deltas
 
     def _lead_step(self, new: list[Request], finish: list[list[Any]]) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """The step of all ranks; the watch over it never makes it wait."""
-        plan, prefill_limit = self._plan(new), self._prefill_limit()
+        plan = self._plan(new)
+        prefill_limit = self._prefill_limit(new, plan)
         if self._control is None:
             self.replica.apply(new, finish)
             return self.replica.step(plan, prefill_limit)
@@ -165,9 +173,11 @@ class EngineCore:
         """How much the next step guesses; what it depends on is known to rank 0 alone."""
         return NO_GUESSES if self._speculation is None else self._speculation.plan(self.replica.scheduler.running, new)
 
-    def _prefill_limit(self) -> int | None:
+    def _prefill_limit(self, new: list[Request], plan: GuessPlan) -> int | None:
         """Prompt tokens of the next step beside those that decode; None for no bound but the token budget."""
-        return None
+        if self._step_budget is None:
+            return None
+        return self._step_budget.limit(self.replica.scheduler, new, plan)
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
@@ -194,6 +204,7 @@ class EngineCore:
             comm_seconds=dict(meter.seconds),
             comm_choice=runner.comm_choice(),
             speculation=None if self._speculation is None else self._speculation.snapshot(),
+            step_budget=None if self._step_budget is None else self._step_budget.snapshot(),
         )
 
     @property

@@ -71,6 +71,7 @@ class ModelRunner:
         self._prepare_graphs()
         if self.num_guesses and self.verifiable(1) == [0]:
             logger.warning("no step has room for a guess: the draft is of no use; raise max_num_batched_tokens.")
+        self.prefill_times = rehearsal.prefill_times(self) if self.overlaps and config.longest_step is not None else []
         parallel.meter.clear()
         if self.model.expert_counts is not None:
             self.model.expert_counts.zero_()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
 GPU_MEMORY_SHARE = 0.90
 _SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
+_TIMED = ((128, 0), (512, 0), (2048, 0), (512, 16384))  # tokens and context of the steps that are timed at start
+_TIMED_STEPS = 4  # of each
 
 
 def compile_kernels(runner: Any) -> None:
@@ -67,6 +72,40 @@ def free_gpu_bytes(runner: Any) -> int:
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return int(free + idle - (1 - GPU_MEMORY_SHARE) * total)
+
+
+def prefill_times(runner: Any, sizes: Sequence[tuple[int, int]] = _TIMED) -> list[tuple[int, int, float]]:
+    """(tokens, context, seconds) of a prompt's chunks of about these sizes, each in a row of its like. Needs the cache;
+    what it holds is overwritten."""
+    room = min(runner.max_model_len, (runner.num_blocks - 1) * BLOCK_SIZE)
+    times = []
+    for num_tokens, context in sizes:
+        num_tokens = min(num_tokens, _most_tokens(runner), room)
+        context = min(context, room - num_tokens)
+        if (num_tokens, context) not in [known[:2] for known in times]:
+            times.append((num_tokens, context, _steady_seconds(runner, _chunk(runner, num_tokens, context))))
+    return times
+
+
+def _chunk(runner: Any, num_tokens: int, context: int) -> SchedulerOutput:
+    """Of tokens drawn by chance: equal ones would all be routed to the same few experts."""
+    drawn, vocabulary = random.Random(num_tokens), runner.model_config.vocab_size // runner.parallel.tp
+    prompt = [drawn.randrange(vocabulary) for _ in range(context + num_tokens)]
+    blocks = list(range(1, -(-len(prompt) // BLOCK_SIZE) + 1))
+    request = Request("chunk", prompt, SamplingParams(), 0, 1, num_computed_tokens=context, block_ids=blocks)
+    return SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)], plan=GuessPlan(0, runner.num_guesses))
+
+
+def _steady_seconds(runner: Any, output: SchedulerOutput) -> float:
+    """Between reads, each step launched before the one ahead of it is read."""
+    in_flight, reads = runner.execute(output), []
+    for _ in range(_TIMED_STEPS):
+        launched = runner.execute(output)
+        in_flight.read()
+        reads.append(time.monotonic())
+        in_flight = launched
+    in_flight.read()
+    return min(b - a for a, b in itertools.pairwise(reads))
 
 
 def run_alone(runner: Any, num_tokens: int, context: int = 0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.acceptance import GuessOutcome
 
@@ -124,13 +125,22 @@ class SpeculationStats:
         )
 
 
+class StepBudgetSnapshot(NamedTuple):
+    """Prompt tokens that the next step may prefill beside requests that decode, None where no bound holds; the seconds
+    that were expected of the last such step planned, and those that the last one read took."""
+
+    limit_tokens: int | None
+    predicted_seconds: float
+    observed_seconds: float
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """A snapshot. Counts run from the start; usage is the share of KV blocks in use, 0 to 1.
 
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
-    `DispatcherChoice.report` gives it. speculation: None without a draft.
+    `DispatcherChoice.report` gives it. speculation: None without a draft. step_budget: None without a bound on steps.
     """
 
     num_running: int
@@ -149,3 +159,4 @@ class EngineStats:
     comm_seconds: Mapping[str, float]
     comm_choice: Mapping[str, Mapping]
     speculation: SpeculationSnapshot | None = None
+    step_budget: StepBudgetSnapshot | None = None

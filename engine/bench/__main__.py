@@ -23,6 +23,7 @@ SUBCOMMANDS = {
     "comm": ("engine.bench.comm", "rounds between ranks: collectives and dispatchers"),
     "spec": ("engine.bench.spec", "speculation: accept lengths, and decoding with and without"),
     "serve": ("engine.bench.serve", "the engine under load: HTTP against in process, prefix cache against none"),
+    "longest_step": ("engine.bench.longest_step", "streams beside the prefill of a long prompt, steps bounded or not"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }
 

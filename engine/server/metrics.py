@@ -75,6 +75,18 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     )
 
 
+def _step_budget(stats: EngineStats) -> Iterator[Metric]:
+    budget = stats.step_budget
+    if budget is None:
+        return
+    if budget.limit_tokens is not None:
+        yield _gauge(
+            "prefill_limit_tokens", "Prompt tokens of a step beside requests that decode.", budget.limit_tokens
+        )
+    yield _gauge("prefill_step_predicted_seconds", "Expected of the last such step.", budget.predicted_seconds)
+    yield _gauge("prefill_step_seconds", "What the last such step that was read took.", budget.observed_seconds)
+
+
 def _latencies(stats: EngineStats) -> Iterator[Metric]:
     for name, help_text, values in (
         ("time_to_first_token", "From a request's arrival to its first token.", stats.time_to_first_token),
@@ -183,7 +195,7 @@ def _experts(load: ExpertLoad) -> Iterator[Metric]:
         )
 
 
-_GROUPS = (_requests, _work, _latencies, _communication, _dispatchers, _speculation)
+_GROUPS = (_requests, _work, _step_budget, _latencies, _communication, _dispatchers, _speculation)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -1,0 +1,194 @@
+"""While a long prompt is prefilled, steps keep within the bound, at nearly the rate of who knows all costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv_cache import KVCacheManager
+from engine.prefill_costs import StepLoad
+from engine.request import Request, SamplingParams
+from engine.scheduler import NO_GUESSES, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
+from engine.step_budget import FIRST_TOKENS, StepBudget, StepTimer
+from tests.step_budget_sim import (
+    Machine,
+    World,
+    attending,
+    beside,
+    best_rate,
+    linear,
+    percentile,
+    rate,
+    sparse,
+    tiled,
+)
+
+LONG = 100_000
+SHAPES = [linear, sparse, attending, tiled]
+
+
+def p99(steps) -> float:
+    return percentile([step.seconds for step in beside(steps)], 0.99)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("machine", [{}, {"noise": 0.04}, {"noise": 0.03, "hiccups": 0.002, "seed": 1}], ids=str)
+@pytest.mark.parametrize("cost", SHAPES, ids=lambda c: c.__name__)
+def test_a_long_prompt_beside_streams(cost, machine, overlap):
+    """The rate is set against that of chunks sized by one who knows every cost, hiccups left out."""
+    world = World(Machine(cost, **machine), overlap=overlap)
+    world.stream(4)
+    steps = world.prefill(LONG)
+    assert sum(step.load.tokens for step in steps) >= LONG - 1
+    assert p99([step for step in steps if not step.is_hiccup]) <= 1.2 * world.budget.seconds
+    assert all(step.load.tokens >= 1 for step in beside(steps))
+    best = best_rate(cost, world.budget.seconds, 4, 4 * 4000, LONG, 2048)
+    assert rate([step for step in beside(steps) if not step.is_hiccup]) >= 0.92 * best
+
+
+@pytest.mark.parametrize("bound", [0.025, 0.1])
+def test_other_bounds(bound):
+    world = World(Machine(attending, noise=0.03), bound)
+    world.stream(4)
+    steps = world.prefill(LONG)
+    assert p99(steps) <= 1.2 * bound
+    assert rate(beside(steps)) >= 0.9 * best_rate(attending, bound, 4, 4 * 4000, LONG, 2048)
+
+
+@pytest.mark.parametrize("cost", SHAPES, ids=lambda c: c.__name__)
+def test_the_very_first_chunks_grow_from_few_tokens(cost):
+    """Streams whose prompts were one token each: nothing is known of prefill when the long one comes."""
+    world = World(Machine(cost), max_num_batched_tokens=8192)
+    world.stream(4, context=1)
+    steps = beside(world.prefill(LONG))
+    assert steps[0].load.tokens == FIRST_TOKENS
+    assert max(step.seconds for step in steps) <= 1.2 * world.budget.seconds
+    assert max(step.load.tokens for step in steps[:20]) >= 500, "but they grow fast"
+
+
+def test_steps_measured_at_start_spare_the_small_ones():
+    seeds = [(n, 0, attending_alone(n)) for n in (128, 512, 2048)]
+    world = World(Machine(attending), seeds=seeds)
+    world.stream(4, context=1)
+    steps = beside(world.prefill(LONG))
+    assert steps[0].load.tokens >= 1000
+    assert max(step.seconds for step in steps) <= 1.2 * world.budget.seconds
+
+
+def attending_alone(tokens: int) -> float:
+    return attending(StepLoad(tokens, 0, tokens * tokens / 2, 0))
+
+
+def test_a_prompt_that_is_mostly_cached():
+    """Its first chunk beside streams has a context that no step before had: it must not be as long as others' first."""
+    world = World(Machine(attending), caching=True)
+    world.prefill(90_000)
+    world.stream(4, context=1)
+    steps = beside(world.prefill(95_000))
+    assert steps[0].load.pairs >= 89_000 * steps[0].load.tokens
+    assert max(step.seconds for step in steps) <= 1.2 * world.budget.seconds
+    assert rate(steps[-10:-1]) >= 0.85 * 150 / attending(steps[0].load._replace(tokens=150, pairs=150 * 93_000))
+
+
+def test_many_prompts_at_once():
+    world = World(Machine(attending, noise=0.02))
+    world.stream(8)
+    steps = world.prefill(40_000, 500, 3000, 20_000, 1, 2, 64)
+    assert p99(steps) <= 1.2 * world.budget.seconds
+    assert sum(step.load.tokens for step in steps) >= 63_000
+
+
+def test_slow_hours_end():
+    """Twice the cost for a while: within few steps chunks fit again, and then they are as long as before."""
+    machine = Machine(sparse, noise=0.02)
+    world = World(machine)
+    world.stream(4)
+    before = rate(beside(world.prefill(20_000)))
+    start = machine.number
+    machine.slow = lambda number: 2.0 if number < start + 60 else 1.0
+    slow, after = beside(world.prefill(60_000))[:55], beside(world.prefill(60_000))[30:]
+    assert sum(step.seconds > 1.2 * world.budget.seconds for step in slow) <= 6
+    assert rate(after) >= 0.95 * before
+
+
+def test_a_bound_that_no_step_can_meet_lets_prompts_go_on():
+    """Decodes alone take longer: then a step may take a little more than the least one."""
+    world = World(Machine(sparse), bound=0.005)
+    world.stream(16, context=1)
+    steps = beside(world.prefill(1000))
+    least = sparse(steps[0].load._replace(tokens=1))
+    assert p99(steps[6:]) <= 1.25 * least
+    assert sum(step.load.tokens for step in steps) / len(steps) > 3
+
+
+def test_a_first_step_that_was_too_long_is_not_taken_for_the_least():
+    """Sixteen tokens take four times the bound, and one takes a quarter of that."""
+    world = World(Machine(lambda load: 0.01 * (load.tokens + load.rows)), bound=0.05)
+    world.stream(1, context=1)
+    steps = beside(world.prefill(500))
+    assert steps[0].seconds > 0.1 and p99(steps[4:]) <= 1.2 * world.budget.seconds
+
+
+def scheduler_with(*decoding: Request) -> Scheduler:
+    """They have all of their tokens but the last one computed."""
+    scheduler = Scheduler(KVCacheManager(1000, 64), 64, 2048)
+    for request in decoding:
+        scheduler.add(request)
+    for item in scheduler.schedule().scheduled:
+        item.request.num_computed_tokens = item.request.num_tokens - 1
+    return scheduler
+
+
+def request(name: str, prompt_len: int) -> Request:
+    return Request(name, [1] * prompt_len, SamplingParams(), 0, 100)
+
+
+def test_no_bound_where_nobody_decodes_or_nothing_prefills():
+    budget = StepBudget(0.05, 2048)
+    idle, streaming = scheduler_with(), scheduler_with(request("a", 500))
+    assert budget.limit(idle, [request("b", 50)], NO_GUESSES) is None, "alone, a prompt may fill the step"
+    assert budget.limit(streaming, [], NO_GUESSES) is None, "nothing to prefill"
+    assert budget.limit(streaming, [request("b", 50)], NO_GUESSES) == FIRST_TOKENS
+    assert budget.snapshot().limit_tokens == FIRST_TOKENS
+    assert budget.limit(idle, [], NO_GUESSES) is None and budget.snapshot().limit_tokens is None
+
+
+def test_guesses_count_as_rows():
+    """Rows that verify guesses are paid for out of the bound as well."""
+    seeds = [(n, 0, 30e-6 * n) for n in (16, 64, 256, 1024, 2048)]
+    scheduler = scheduler_with(*(request(f"d{i}", 10) for i in range(16)))
+    found = [
+        StepBudget(0.02, 2048, seeds).limit(scheduler, [request("b", 5000)], GuessPlan(guesses, 0))
+        for guesses in (0, 7)
+    ]
+    assert found[0] - found[1] == pytest.approx(16 * 7, abs=12)
+
+
+def output_of(*num_tokens: int, samples: bool = True) -> SchedulerOutput:
+    items = [
+        ScheduledRequest(Request(str(i), [1] * 99, SamplingParams(), 0, 9), 0, count, samples)
+        for i, count in enumerate(num_tokens)
+    ]
+    return SchedulerOutput(items)
+
+
+def test_only_the_time_between_steps_that_were_waited_for_counts():
+    now = [0.0]
+    timer = StepTimer(lambda: now[0])
+
+    def step(seconds: float, output: SchedulerOutput, outside: float = 0.0) -> float | None:
+        now[0] += outside
+        timer.enter()
+        now[0] += seconds
+        return timer.leave(output)
+
+    assert step(0.1, output_of(1)) is None, "the first"
+    assert step(0.2, output_of(1, 50)) == pytest.approx(0.2)
+    assert step(0.1, SchedulerOutput()) is None, "the next is in flight"
+    assert step(0.1, output_of(1)) == pytest.approx(0.2)
+    assert step(0.1, output_of(50, samples=False)) is None, "nobody waited for it"
+    assert step(0.1, output_of(1)) is None, "which includes the one before"
+    assert step(0.1, output_of(1), outside=0.01) == pytest.approx(0.11)
+    assert step(0.1, output_of(1), outside=1.0) is None, "the caller did other things"
+    assert step(0.1, output_of(1)) == pytest.approx(0.1)
+    timer.pause()
+    assert step(0.1, output_of(1), outside=5.0) is None
