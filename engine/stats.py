@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from engine.acceptance import GuessOutcome
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "timeout")
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+QUEUE_BOUNDS = (0.001, 0.005, *FIRST_TOKEN_BOUNDS)
 END_TO_END_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
@@ -43,12 +44,18 @@ class Histogram:
 
 @dataclass
 class AnswerStats:
-    """What became of answers; a request with n > 1 has n of them. Aborted ones have no end-to-end time."""
+    """What became of answers; a request with n > 1 has n of them. Aborted ones have no end-to-end time.
+
+    queue_time: from arrival to the first step, prefill_time: from there to the first token, decode_time: from there to
+    the last one."""
 
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS))
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
+    decode_time: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS))
 
     def finish(self, reason: str, seconds: float | None = None) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
@@ -144,6 +151,9 @@ class EngineStats:
     time_to_first_token: Distribution
     inter_token_latency: Distribution
     e2e_latency: Distribution
+    queue_time: Distribution
+    prefill_time: Distribution
+    decode_time: Distribution
     comm_rounds: Mapping[str, int]
     comm_bytes: Mapping[str, int]
     comm_seconds: Mapping[str, float]

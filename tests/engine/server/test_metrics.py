@@ -29,8 +29,16 @@ COUNTERS = {
 }
 GAUGES = {"turnout_num_requests_running", "turnout_num_requests_waiting", "turnout_kv_cache_usage_ratio"}
 HISTOGRAMS = {
-    f"turnout_{n}_seconds" for n in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
-}  # fmt: skip
+    f"turnout_{name}_seconds"
+    for name in (
+        "time_to_first_token",
+        "inter_token_latency",
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_prefill_time",
+        "request_decode_time",
+    )
+}
 
 
 def families(server) -> dict:
