@@ -198,11 +198,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, runner, answers = self.replica.scheduler, self.replica.runner, self._outputs.stats
-        meter = runner.parallel.meter
+        kv_cache, meter = scheduler.kv_cache, runner.parallel.meter
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._new),
-            kv_cache_usage=scheduler.kv_cache.usage,
+            kv_cache_usage=kv_cache.usage,
+            kv_cache_blocks={"free": kv_cache.num_free, "cached": kv_cache.num_cached, "held": kv_cache.num_held},
+            num_query_tokens=kv_cache.query_tokens,
+            num_hit_tokens=kv_cache.hit_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self.replica.num_steps,
             num_prompt_tokens=self._num_prompt_tokens,

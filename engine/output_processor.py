@@ -197,6 +197,7 @@ class OutputProcessor:
     def _clock(self, sequence: _Sequence, now: float) -> None:
         if sequence.first_token is None:
             sequence.first_token = now
+            sequence.metrics.num_cached_tokens = sequence.request.num_cached_tokens
             sequence.metrics.ttft = now - sequence.arrival
             self.stats.time_to_first_token.observe(sequence.metrics.ttft)
             self.stats.prefill_time.observe(now - (sequence.arrival if sequence.begun is None else sequence.begun))

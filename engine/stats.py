@@ -135,6 +135,8 @@ class SpeculationStats:
 class EngineStats:
     """A snapshot. Counts run from the start; usage is the share of KV blocks in use, 0 to 1.
 
+    kv_cache_blocks: blocks that are "free", "cached" (no request holds them, but one may find them) and "held", which
+    are all there are. num_query_tokens: prompt tokens looked for in the prefix cache, num_hit_tokens: those found.
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
     `DispatcherChoice.report` gives it. speculation: None without a draft.
@@ -143,6 +145,9 @@ class EngineStats:
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    kv_cache_blocks: Mapping[str, int]
+    num_query_tokens: int
+    num_hit_tokens: int
     num_preemptions: int
     num_steps: int
     num_prompt_tokens: int

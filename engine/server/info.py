@@ -59,6 +59,7 @@ async def load(request: Request) -> Response:
             "num_requests_waiting": stats.num_waiting,
             "max_queued_requests": client.max_queued_requests,
             "kv_cache_usage_ratio": stats.kv_cache_usage,
+            "kv_cache_blocks": stats.kv_cache_blocks,
             "is_draining": drain.is_on,
         }
     )

@@ -63,6 +63,19 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield _by_reason("request_finished", "Answers that ended; a request with n > 1 has n of them.", stats.num_finished)
 
 
+def _kv_cache(stats: EngineStats) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily(
+        f"{PREFIX}kv_cache_blocks",
+        "Blocks of the KV cache: free, cached (kept in case a prompt begins like them) and held by requests.",
+        labels=["state"],
+    )
+    for state, count in stats.kv_cache_blocks.items():
+        blocks.add_metric([state], count)
+    yield blocks
+    yield _counter("prefix_cache_query_tokens", "Prompt tokens looked for in the prefix cache.", stats.num_query_tokens)
+    yield _counter("prefix_cache_hit_tokens", "Prompt tokens found there.", stats.num_hit_tokens)
+
+
 def _work(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("steps", "Steps of the model.", stats.num_steps)
     yield _counter("prompt_tokens", "Tokens of accepted prompts.", stats.num_prompt_tokens)
@@ -183,7 +196,7 @@ def _experts(load: ExpertLoad) -> Iterator[Metric]:
         )
 
 
-_GROUPS = (_requests, _work, _latencies, _communication, _dispatchers, _speculation)
+_GROUPS = (_requests, _kv_cache, _work, _latencies, _communication, _dispatchers, _speculation)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

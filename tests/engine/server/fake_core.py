@@ -118,7 +118,7 @@ class FakeCore:
         self.threads.add(threading.get_ident())
         answers, kinds = AnswerStats(), dict.fromkeys(KINDS, 0)
         return EngineStats(
-            len(self.running), 0, 0.0, 0, self.num_steps, 0, 0, answers.finished,
+            len(self.running), 0, 0.0, {}, 0, 0, 0, self.num_steps, 0, 0, answers.finished,
             answers.time_to_first_token.snapshot(), answers.inter_token_latency.snapshot(),
             answers.e2e_latency.snapshot(), answers.queue_time.snapshot(), answers.prefill_time.snapshot(),
             answers.decode_time.snapshot(), kinds, kinds, {}, self.comm_choice, self.speculation,
