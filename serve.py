@@ -6,6 +6,7 @@ Turns arguments into a configuration, starts or joins the ranks, then is the ser
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from engine import log
 from engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
@@ -21,8 +23,13 @@ from engine.json_files import parse_json
 from engine.request import EngineDeadError
 from engine.weights import CheckpointError
 
+if TYPE_CHECKING:
+    from engine.server.drain import Drain
+
 LINGER_SECONDS, LAST_SECONDS = 1.0, 6.0
-DRAIN_SECONDS = 25  # torchrun kills a rank 30 s after SIGTERM
+CLOSE_SECONDS = 1  # for connections to close once every answer has ended
+DRAIN_SECONDS = 25.0  # torchrun kills a rank 30 s after SIGTERM
+MOST_DRAIN_SECONDS = 24 * 3600
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -85,12 +92,29 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     server.add_argument("--port", type=int, default=8000)
     server.add_argument("--api-key", action="append", default=[], help="may be given several times")
     server.add_argument("--served-model-name", nargs="+", help="names that requests may use, the first is shown")
+    server.add_argument(
+        "--drain-timeout",
+        type=_drain_seconds,
+        default=DRAIN_SECONDS,
+        metavar="SECONDS",
+        help="how long SIGTERM or Ctrl-C lets accepted requests finish (default 25; torchrun kills after 30)",
+    )
     server.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     return parser.parse_args(argv)
 
 
 def _draft(text: str) -> str | None:
     return None if text == "none" else text
+
+
+def _drain_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_DRAIN_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number of seconds from 0 to {MOST_DRAIN_SECONDS}")
+    return seconds
 
 
 def _json_object(text: str) -> dict:
@@ -131,8 +155,8 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     _die_at_once_on_signals()
     core, ranks = start_engine(config, must_exit=True)
     _listen(listener, ranks.close)
-    server = _Server(ranks.kill)
-    client = EngineClient(core, on_error=server.stop_after_failure)
+    server = _Server(ranks.kill, arguments.drain_timeout)
+    client = EngineClient(core, server.stop_after_failure, config.max_queued_requests)
     names = arguments.served_model_name or [core.model_name]
     server.use(create_app(client, served_model_names=names, api_keys=arguments.api_key), arguments.log_level)
     place = f"{names[0]} on http://{arguments.host}:{listener.getsockname()[1]}"
@@ -220,10 +244,16 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
 
 
 class _Server:
-    """uvicorn with our signals: the first lets running answers finish, the second ends everything at once."""
+    """uvicorn with our signals: the first lets accepted requests finish, the second ends everything at once.
 
-    def __init__(self, kill_ranks):
+    While it drains it still listens, so that new calls get a 503 instead of a refused connection."""
+
+    def __init__(self, kill_ranks: Callable[[], None], drain_timeout: float):
         self._kill_ranks = kill_ranks
+        self._drain_timeout = drain_timeout
+        self._drain: Drain | None = None
+        self._drain_task: asyncio.Task | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._signals = _Signals()
         self._server = None
         self._failed = False
@@ -231,7 +261,8 @@ class _Server:
     def use(self, app, log_level: str) -> None:
         import uvicorn
 
-        config = uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
+        config = uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=CLOSE_SECONDS)
+        self._drain = app.state.drain
         self._server = uvicorn.Server(config)
         self._server.handle_exit = self._handle_signal
         self._server.should_exit = self._failed
@@ -241,6 +272,7 @@ class _Server:
 
         async def startup(sockets: list[socket.socket] | None = None) -> None:
             await start(sockets=sockets)
+            self._loop = asyncio.get_running_loop()
             on_ready()
 
         self._server.startup = startup
@@ -264,7 +296,21 @@ class _Server:
         if self._signals.is_second(number):
             self._kill_ranks()
             os._exit(128 + number)
-        self._server.should_exit = True
+        if self._loop is None:
+            self._server.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._drain.begin()
+        log.logger.info("draining: %d calls may take %g s to end", self._drain.num_calls, self._drain_timeout)
+        self._drain_task = asyncio.ensure_future(self._end_after_drain())
+
+    async def _end_after_drain(self) -> None:
+        try:
+            await self._drain.finish(self._drain_timeout)
+        finally:
+            self._stop()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
 from engine.expert_load import ExpertLoad
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import ModelRunner
@@ -55,11 +56,11 @@ class EngineCore:
         self._eos_token_ids = files.eos_token_ids
         self._control = control
         self._on_shutdown = on_shutdown
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, Deadlines(config.queue_timeout, config.request_timeout))
         self._random = random.Random(config.seed)
         self._new: list[Request] = []
         self._finish: list[list[Any]] = []
-        self._aborted: list[CompletionDelta] = []
+        self._ended: list[CompletionDelta] = []
         self._failure: str | None = None
         self._expert_load: tuple[float, ExpertLoad | None] = 0.0, None
         self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -107,24 +108,44 @@ class EngineCore:
     def abort_request(self, request_id: str) -> None:
         """Ends a request and frees its blocks at the next step; an unknown id is ignored."""
         for sequence_id in self._outputs.sequence_ids(request_id):
-            self._aborted.append(self._outputs.abort(sequence_id))
-            queued = next((r for r in self._new if r.request_id == sequence_id), None)
-            if queued is not None:
-                self._new.remove(queued)
-            else:
-                self._finish.append([sequence_id, "abort", None])
+            self._end(sequence_id, self._outputs.abort(sequence_id))
+
+    def _time_out(self, now: float) -> None:
+        for sequence_id, delta in self._outputs.time_out(now):
+            self._end(sequence_id, delta)
+
+    def _end(self, sequence_id: str, delta: CompletionDelta) -> None:
+        """Tells the caller now and the ranks with the next step, if they know of the sequence."""
+        self._ended.append(delta)
+        queued = next((r for r in self._new if r.request_id == sequence_id), None)
+        if queued is not None:
+            self._new.remove(queued)
+        else:
+            self._finish.append([sequence_id, delta.finish_reason, None])
+
+    @property
+    def num_unbegun(self) -> int:
+        """Answers that have not had their first step."""
+        return self._outputs.num_unbegun
+
+    @property
+    def num_begun(self) -> int:
+        """Answers that have had it, since the start."""
+        return self._outputs.num_begun
 
     def unfinished_ids(self) -> list[str]:
         return self._outputs.request_ids()
 
     def has_unfinished(self) -> bool:
-        return bool(self._new or self._finish or self._aborted or self.replica.has_unfinished)
+        return bool(self._new or self._finish or self._ended or self.replica.has_unfinished)
 
     def step(self) -> list[CompletionDelta]:
         """Raises EngineDeadError once a rank has failed."""
         self._check_alive()
-        new, finish, deltas = self._new, self._finish, self._aborted
-        self._new, self._finish, self._aborted = [], [], []
+        now = time.monotonic()
+        self._time_out(now)
+        new, finish, deltas = self._new, self._finish, self._ended
+        self._new, self._finish, self._ended = [], [], []
         try:
             output, result = self._lead_step(new, finish)
             if self._step_budget is not None:
@@ -132,6 +153,7 @@ class EngineCore:
             if self._speculation is not None:
                 self._speculation.observe(output, result)
                 self._speculation.forget(sequence_id for sequence_id, *_ in finish)
+            self._outputs.begin(self.replica.launched, now)
             deltas += self._outputs.process(output, result)
         except Exception as error:
             # A collective that broke because a rank died is not the cause; the rank's own word arrives a moment later.
@@ -186,11 +208,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, runner, answers = self.replica.scheduler, self.replica.runner, self._outputs.stats
-        meter = runner.parallel.meter
+        kv_cache, meter = scheduler.kv_cache, runner.parallel.meter
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self._new),
-            kv_cache_usage=scheduler.kv_cache.usage,
+            kv_cache_usage=kv_cache.usage,
+            kv_cache_blocks={"free": kv_cache.num_free, "cached": kv_cache.num_cached, "held": kv_cache.num_held},
+            num_query_tokens=kv_cache.query_tokens,
+            num_hit_tokens=kv_cache.hit_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self.replica.num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -199,6 +224,9 @@ class EngineCore:
             time_to_first_token=answers.time_to_first_token.snapshot(),
             inter_token_latency=answers.inter_token_latency.snapshot(),
             e2e_latency=answers.e2e_latency.snapshot(),
+            queue_time=answers.queue_time.snapshot(),
+            prefill_time=answers.prefill_time.snapshot(),
+            decode_time=answers.decode_time.snapshot(),
             comm_rounds=dict(meter.rounds),
             comm_bytes=dict(meter.bytes),
             comm_seconds=dict(meter.seconds),

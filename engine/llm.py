@@ -269,15 +269,18 @@ def _take(output: RequestOutput, delta: CompletionDelta) -> None:
     if delta.prompt_logprobs is not None:
         output.prompt_logprobs = delta.prompt_logprobs
     if delta.finish_reason is not None:
+        is_first = not any(other.finish_reason for other in output.outputs)
         answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.metrics is not None:
-            output.metrics = _both(output.metrics, delta.metrics)
+            output.metrics = delta.metrics if is_first else _both(output.metrics, delta.metrics)
 
 
 def _both(before: RequestMetrics, answer: RequestMetrics) -> RequestMetrics:
-    """Of a request with one more answer: the times of the longest, the guesses of all."""
+    """Of a request with one more answer: the times of the longest, the guesses of all, and the cached tokens that none
+    of them had to compute."""
     return replace(
         answer if answer.decode_time >= before.decode_time else before,
+        num_cached_tokens=min(before.num_cached_tokens, answer.num_cached_tokens),
         num_draft_tokens=before.num_draft_tokens + answer.num_draft_tokens,
         num_accepted_tokens=before.num_accepted_tokens + answer.num_accepted_tokens,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from engine.deadlines import Deadlines
 from engine.request import CompletionDelta, Logprob, Request, RequestMetrics
 from engine.sampling import SampledLogprobs
 from engine.scheduler import SchedulerOutput
@@ -24,6 +25,7 @@ class _Sequence:
     decoder: IncrementalDecoder
     stops: StopStrings
     arrival: float
+    begun: float | None = None
     first_token: float | None = None
     num_shown: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -34,9 +36,12 @@ class _Sequence:
 class OutputProcessor:
     """Knows every running sequence. `process` also reports which of them met a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, deadlines: Deadlines | None = None):
         self.tokenizer = tokenizer
         self.stats = AnswerStats()
+        self.num_begun = 0
+        self._deadlines = deadlines or Deadlines()
+        self._unbegun: set[str] = set()
         self._sequences: dict[str, _Sequence] = {}
         self._stopped: list[tuple[str, str]] = []
 
@@ -51,6 +56,27 @@ class OutputProcessor:
             arrival,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
         )
+        self._unbegun.add(request.request_id)
+        self._deadlines.add(request.request_id, arrival)
+
+    @property
+    def num_unbegun(self) -> int:
+        """Sequences that have not had their first step."""
+        return len(self._unbegun)
+
+    def begin(self, launched: SchedulerOutput, now: float) -> None:
+        """Called when a step has been launched, with the time at which it was planned."""
+        if not self._unbegun:
+            return
+        for item in launched.scheduled:
+            sequence_id = item.request.request_id
+            if sequence_id in self._unbegun:
+                self._unbegun.remove(sequence_id)
+                self._deadlines.begin(sequence_id)
+                self.num_begun += 1
+                sequence = self._sequences[sequence_id]
+                sequence.begun = now
+                self.stats.queue_time.observe(now - sequence.arrival)
 
     def sequence_ids(self, parent_id: str) -> list[str]:
         return [key for key, s in self._sequences.items() if s.parent_id == parent_id]
@@ -79,14 +105,31 @@ class OutputProcessor:
         stopped, self._stopped = self._stopped, []
         return stopped
 
-    def abort(self, request_id: str) -> CompletionDelta | None:
-        sequence = self._sequences.pop(request_id, None)
+    def abort(self, sequence_id: str) -> CompletionDelta | None:
+        sequence = self._forget(sequence_id)
         if sequence is None:
             return None
         self.stats.finish("abort")
         return CompletionDelta(
             sequence.parent_id, sequence.index, "", [], finish_reason="abort", metrics=sequence.metrics
         )
+
+    def time_out(self, now: float) -> list[tuple[str, CompletionDelta]]:
+        """Ends what is past its time: sequence ids, and the deltas that say so, with the text held back so far."""
+        ended = []
+        for sequence_id, reason in self._deadlines.take_due(now):
+            sequence = self._forget(sequence_id)
+            self.stats.finish("timeout", now - sequence.arrival)
+            text = sequence.stops.push(sequence.decoder.finish(), may_stop=False) + sequence.stops.flush()
+            place = (sequence.parent_id, sequence.index)
+            end = {"finish_reason": "timeout", "stop_reason": reason, "metrics": sequence.metrics}
+            ended.append((sequence_id, CompletionDelta(*place, text, [], **end)))
+        return ended
+
+    def _forget(self, sequence_id: str) -> _Sequence | None:
+        self._unbegun.discard(sequence_id)
+        self._deadlines.end(sequence_id)
+        return self._sequences.pop(sequence_id, None)
 
     def _delta(self, sequence: _Sequence, logprobs: SampledLogprobs | None, now: float) -> CompletionDelta:
         """Of the request's newest tokens: those that a step committed, or fewer where one of them ended it."""
@@ -95,11 +138,13 @@ class OutputProcessor:
         reason, stop_reason = request.finish_reason, request.stop_reason
         if sequence.stops.matched is not None:
             reason, stop_reason = "stop", sequence.stops.matched
+        is_first = sequence.first_token is None
         self._clock(sequence, now)
         self._count_guesses(sequence, len(token_ids))
         if reason is not None:
             self.stats.finish(reason, now - sequence.arrival)
-            del self._sequences[request.request_id]
+            self.stats.decode_time.observe(sequence.metrics.decode_time)
+            self._forget(request.request_id)
             if not request.finished:
                 self._stopped.append((request.request_id, stop_reason))
         return CompletionDelta(
@@ -112,6 +157,7 @@ class OutputProcessor:
             reason,
             stop_reason,
             sequence.metrics if reason else None,
+            sequence.metrics.num_cached_tokens if is_first else None,
         )
 
     def _count_guesses(self, sequence: _Sequence, num_shown: int) -> None:
@@ -151,8 +197,10 @@ class OutputProcessor:
     def _clock(self, sequence: _Sequence, now: float) -> None:
         if sequence.first_token is None:
             sequence.first_token = now
+            sequence.metrics.num_cached_tokens = sequence.request.num_cached_tokens
             sequence.metrics.ttft = now - sequence.arrival
             self.stats.time_to_first_token.observe(sequence.metrics.ttft)
+            self.stats.prefill_time.observe(now - (sequence.arrival if sequence.begun is None else sequence.begun))
         else:
             self.stats.inter_token_latency.observe(now - sequence.first_token - sequence.metrics.decode_time)
         sequence.metrics.decode_time = now - sequence.first_token

@@ -48,6 +48,11 @@ class Replica:
         return self.digest(self.step(GuessPlan(*message["plan"]), message["prefill_limit"])[1])
 
     @property
+    def launched(self) -> SchedulerOutput:
+        """What the last `step` launched, empty if nothing."""
+        return self._launched
+
+    @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 

@@ -11,6 +11,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1_000
 MAX_LOGPROBS = 20
 MAX_SALT_LENGTH = 256
+QUEUE_TIMEOUT, REQUEST_TIMEOUT = "queue_timeout", "request_timeout"  # stop reasons of finish reason "timeout"
 
 
 class InvalidRequestError(ValueError):
@@ -196,8 +197,9 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One of the n answers. `finish_reason` is "stop", "length", "abort" or None while running; `stop_reason` is the
-    stop string or the stop token id that ended it, None for the end-of-sequence token."""
+    """One of the n answers. `finish_reason` is "stop", "length", "abort", "timeout" or None while running;
+    `stop_reason` is the stop string or the stop token id that ended it, None for the end-of-sequence token, or the
+    setting that timed it out."""
 
     index: int
     text: str = ""
@@ -234,7 +236,9 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What one step added to one of the n answers; `text` may be empty while characters or stop strings are held."""
+    """What one step added to one of the n answers; `text` may be empty while characters or stop strings are held.
+
+    `num_cached_tokens` comes with an answer's first tokens, `metrics` with its end."""
 
     request_id: str
     index: int
@@ -245,6 +249,7 @@ class CompletionDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(eq=False)

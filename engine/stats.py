@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from engine.acceptance import GuessOutcome
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "timeout")
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+QUEUE_BOUNDS = (0.001, 0.005, *FIRST_TOKEN_BOUNDS)
 END_TO_END_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
@@ -44,12 +45,18 @@ class Histogram:
 
 @dataclass
 class AnswerStats:
-    """What became of answers; a request with n > 1 has n of them. Aborted ones have no end-to-end time."""
+    """What became of answers; a request with n > 1 has n of them. Aborted ones have no end-to-end time.
+
+    queue_time: from arrival to the first step, prefill_time: from there to the first token, decode_time: from there to
+    the last one."""
 
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS))
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS))
+    decode_time: Histogram = field(default_factory=lambda: Histogram(END_TO_END_BOUNDS))
 
     def finish(self, reason: str, seconds: float | None = None) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
@@ -138,6 +145,8 @@ class StepBudgetSnapshot(NamedTuple):
 class EngineStats:
     """A snapshot. Counts run from the start; usage is the share of KV blocks in use, 0 to 1.
 
+    kv_cache_blocks: blocks that are "free", "cached" (no request holds them, but one may find them) and "held", which
+    are all there are. num_query_tokens: prompt tokens looked for in the prefix cache, num_hit_tokens: those found.
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
     `DispatcherChoice.report` gives it. speculation: None without a draft. step_budget: None without a bound on steps.
@@ -146,6 +155,9 @@ class EngineStats:
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    kv_cache_blocks: Mapping[str, int]
+    num_query_tokens: int
+    num_hit_tokens: int
     num_preemptions: int
     num_steps: int
     num_prompt_tokens: int
@@ -154,6 +166,9 @@ class EngineStats:
     time_to_first_token: Distribution
     inter_token_latency: Distribution
     e2e_latency: Distribution
+    queue_time: Distribution
+    prefill_time: Distribution
+    decode_time: Distribution
     comm_rounds: Mapping[str, int]
     comm_bytes: Mapping[str, int]
     comm_seconds: Mapping[str, float]

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -113,21 +114,43 @@ def rest_of(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.lines if line]
 
 
-def refuses_connections(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+def drains(port: int) -> bool:
+    """Readiness is off, and the port still answers."""
+    return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
 
 
-def test_sigterm_lets_a_stream_finish(small, tmp_path):
-    with serving(PYTHON, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
-        stream = start_stream(port, 150)
-        program.signal(signal.SIGTERM)
-        until(lambda: refuses_connections(port), 20, "new connections are refused")
-        assert program.process.poll() is None
-        *chunks, last = rest_of(stream)
-        assert last == "[DONE]"
-        assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
+def test_sigterm_lets_accepted_answers_finish(small, tmp_path):
+    """B169: running ones and one that waits; new calls get 503, on an old connection and on a new one."""
+    limits = ("--max-num-seqs", "5", "--max-model-len", "512", "--drain-timeout", "60")
+    with serving(PYTHON, tmp_path, "--model", small, *limits) as (program, port):
+        kept = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        body = {"prompt": "The", "max_tokens": 10, "ignore_eos": True, "temperature": 0}
+        streams = [start_stream(port, 400) for _ in range(5)]
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(httpx.post, f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+            until(lambda: kept.get("/load").json()["num_requests_waiting"], 20, "the sixth waits")
+            program.signal(signal.SIGTERM)
+            until(lambda: drains(port), 20, "readiness is off")
+            for client in (kept, httpx):
+                refused = client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+                assert refused.headers["connection"] == "close" and refused.headers["retry-after"] == "1"
+            assert 'request_rejected_total{reason="draining"} 2.0' in kept.get("/metrics").text
+            for stream in streams:
+                *chunks, last = rest_of(stream)
+                assert last == "[DONE]"
+                assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
+            assert waits.result().json()["choices"][0]["finish_reason"] == "length"
         assert program.ends() == 0, program.output
+
+
+def test_what_outlasts_the_drain_ends_with_an_error(small, tmp_path):
+    with serving(PYTHON, tmp_path, "--model", small, "--drain-timeout", "0.3") as (program, port):
+        stream = start_stream(port, 4000)
+        program.signal(signal.SIGTERM)
+        assert json.loads(rest_of(stream)[-1])["error"]["code"] == "shutting_down"
+        assert program.ends() == 0, program.output
+        assert "Traceback" not in program.output, program.output
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
@@ -136,7 +159,7 @@ def test_a_second_signal_ends_a_running_stream_at_once(small, tmp_path, launcher
         stream = start_stream(port, 4000)
         (rank_0,) = [p for p in program.find("serve.py") if p != program.process.pid] or [program.process.pid]
         os.kill(rank_0, signal.SIGTERM)
-        until(lambda: refuses_connections(port), 20, "the first signal has been seen")
+        until(lambda: drains(port), 20, "the first signal has been seen")
         os.kill(rank_0, signal.SIGTERM)
         assert program.ends() != 0
         with pytest.raises(httpx.TransportError):
@@ -276,6 +299,10 @@ def refusal(capsys, *options: str) -> str:
         (["--served-model-name", ""], ["--served-model-name"]),
         (["--hf-overrides", "[" * 100_000], ["--hf-overrides", "JSON"]),
         (["--model", "x" * 5000], ["does not exist"]),
+        (["--drain-timeout", "-1"], ["--drain-timeout", "-1"]),
+        (["--drain-timeout", "soon"], ["--drain-timeout", "soon"]),
+        (["--max-queued-requests", "0"], ["max_queued_requests", "0"]),
+        (["--queue-timeout", "0"], ["queue_timeout", "0"]),
         (["--no-such-option"], ["--no-such-option"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

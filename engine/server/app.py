@@ -13,6 +13,7 @@ from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
 from engine.server.completions import create_completion
 from engine.server.context import ServerContext
+from engine.server.drain import Drain, DrainMiddleware
 from engine.server.errors import install_error_handlers
 from engine.server.middleware import ApiKeyMiddleware, RequestMiddleware
 from engine.server.openapi import body_of, install_openapi
@@ -22,6 +23,7 @@ from engine.version import __version__
 
 MAX_BODY_BYTES = 32 * 2**20
 POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
+ANSWER_ERRORS = (*POST_ERRORS, 429, 504)
 
 
 def _stream_of(name: str) -> dict:
@@ -47,17 +49,25 @@ def _router() -> APIRouter:
             methods=["POST"],
             response_model=answer,
             openapi_extra=body_of(body),
-            responses=errors(*POST_ERRORS) | stream,
+            responses=errors(*(ANSWER_ERRORS if path in streamed else POST_ERRORS)) | stream,
         )
     gets = (
         ("/v1/models", info.list_models, responses.ModelList, (401, 500)),
         ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (401, 404, 500)),
         ("/health", info.health, responses.Health, (500, 503)),
         ("/expert_load", info.expert_load, responses.ExpertLoad, (401, 404, 500, 503)),
+        ("/load", info.load, responses.Load, (401, 500, 503)),
         ("/version", info.version, responses.Version, (401, 500)),
     )
     for path, handler, answer, statuses in gets:
         router.add_api_route(path, handler, methods=["GET"], response_model=answer, responses=errors(*statuses))
+    router.add_api_route(
+        "/flush_cache",
+        info.flush_cache,
+        methods=["POST"],
+        response_model=responses.Flushed,
+        responses=errors(401, 500, 503),
+    )
     router.add_api_route(
         "/metrics", metrics.metrics, methods=["GET"], response_class=metrics.Text, responses=errors(401, 500, 503)
     )
@@ -72,6 +82,8 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """The ASGI app. With `api_keys` every route but /health asks for one of them; the app closes `client` at the end.
+
+    `app.state.drain` stops it from taking new calls.
 
     Raises ValueError if there is no model name or a key is empty.
     """
@@ -92,11 +104,13 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes)
+    drain = app.state.drain = Drain(client)
+    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain)
     app.include_router(_router())
     install_error_handlers(app)
     install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
     if api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=tuple(api_keys))
+    app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(RequestMiddleware)
     return app

@@ -206,6 +206,7 @@ async def create_chat_completion(request: Request) -> Response:
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
+    client.check_room()
     prompt = await encode_chat(client, body)
     num_prompt_tokens = len(prompt.token_ids)
     params = chat_params(body, client, num_prompt_tokens)

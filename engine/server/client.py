@@ -1,8 +1,7 @@
 """The bridge between asyncio and the engine core: one thread steps the core, requests and deltas cross over in batches.
 
 The thread alone touches the core. Between two steps it drains an inbox of commands; with nothing to do it waits on a
-condition, which a rank that fails meanwhile notifies too. Deltas enter the event loop once per step, and a reader that
-falls behind finds them merged, one per choice, so a slow client never holds more than its own answer.
+condition, which a rank that fails meanwhile notifies too. Deltas enter the event loop once per step.
 """
 
 from __future__ import annotations
@@ -11,116 +10,25 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, SamplingParams
+from engine.server.queue_limit import WaitingLine
+from engine.server.streams import Question, RequestStream, push_batch
 
 logger = logging.getLogger("turnout.server")
 
 STUCK_SECONDS = 4.0  # how long after a failure the core's thread is waited for
 
 
-class _Backlog:
-    """The unread deltas of one choice, merged: grows by what the answer grows, and adding costs no copy."""
+class Job(NamedTuple):
+    """One prompt of a call; `request_id` must be unique."""
 
-    def __init__(self, first: CompletionDelta):
-        self._last = first
-        self._texts = [first.text]
-        self._token_ids = list(first.token_ids)
-        self._logprobs = None if first.logprobs is None else list(first.logprobs)
-        self._prompt_logprobs = first.prompt_logprobs
-        self._metrics = first.metrics
-
-    def add(self, delta: CompletionDelta) -> None:
-        self._last = delta
-        if delta.text:
-            self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs += delta.logprobs
-        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
-        self._metrics = delta.metrics or self._metrics
-
-    def merged(self) -> CompletionDelta:
-        return replace(
-            self._last,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-            metrics=self._metrics,
-        )
-
-
-class RequestStream:
-    """The deltas of one accepted request, an async iterable. Belongs to the event loop that made it.
-
-    `close` frees the request's place in the engine; it must be called however reading ends, and may be repeated.
-    """
-
-    def __init__(self, client: EngineClient, request_id: str, num_choices: int, wake: asyncio.Event | None):
-        self.request_id = request_id
-        self.loop = asyncio.get_running_loop()
-        self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self._client = client
-        self._wake = wake or asyncio.Event()
-        self._pending: dict[int, CompletionDelta | _Backlog] = {}
-        self._num_running = num_choices
-        self._error: Exception | None = None
-        self._closed = False
-
-    @property
-    def exhausted(self) -> bool:
-        """True once every choice has finished and all deltas were taken."""
-        return self._num_running == 0 and not self._pending
-
-    def take(self) -> list[CompletionDelta]:
-        """What has come in since the last call, at most one delta per choice. Raises what made the request fail."""
-        deltas = [p.merged() if isinstance(p, _Backlog) else p for p in self._pending.values()]
-        self._pending.clear()
-        if self._error is not None:
-            if not deltas:
-                raise self._error
-            self._wake.set()  # there is more to take: the error
-        return deltas
-
-    async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
-        async for _, delta in merge_streams([self], self._wake):
-            yield delta
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._num_running and self._error is None:
-            self._client.abort(self.request_id)
-
-    # The event loop runs these on behalf of the core thread.
-    def _accept(self, error: Exception | None) -> None:
-        if self.accepted.done():
-            return
-        if error is None:
-            self.accepted.set_result(None)
-        else:
-            self._error = error
-            self.accepted.set_exception(error)
-
-    def _push(self, delta: CompletionDelta) -> None:
-        unread = self._pending.setdefault(delta.index, delta)
-        if unread is not delta:
-            if not isinstance(unread, _Backlog):
-                unread = self._pending[delta.index] = _Backlog(unread)
-            unread.add(delta)
-        self._num_running -= delta.finish_reason is not None
-        self._wake.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._accept(error)
-        self._error = error
-        self._wake.set()
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
 
 
 @dataclass
@@ -129,32 +37,20 @@ class _Running:
     num_running: int
 
 
-class _Question:
-    """Something that one coroutine wants to know of the core."""
-
-    def __init__(self, function: Callable[[Any], Any]):
-        self.function = function
-        self.loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[Any] = self.loop.create_future()
-
-    # The event loop runs these on behalf of the core thread.
-    def succeed(self, value: Any) -> None:
-        if not self.answer.done():
-            self.answer.set_result(value)
-
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
 class EngineClient:
     """Runs `core` in its own thread and serves any number of coroutines.
 
     `on_error` is called once, in the core thread, with the exception that ended the engine. `close` ends the thread
-    and shuts the core down; requests still running then fail with EngineDeadError.
+    and shuts the core down; requests still running then fail with EngineDeadError. At most `max_queued_requests`
+    answers wait for their first step.
     """
 
-    def __init__(self, core: Any, on_error: Callable[[BaseException], None] | None = None):
+    def __init__(
+        self,
+        core: Any,
+        on_error: Callable[[BaseException], None] | None = None,
+        max_queued_requests: int | None = None,
+    ):
         self.tokenizer = core.tokenizer
         self.chat_template = core.chat_template
         self.model_name: str = core.model_name
@@ -167,9 +63,12 @@ class EngineClient:
         self._work = threading.Condition()
         self._closing = False
         self._error: BaseException | None = None
+        self._refusal: Exception | None = None
+        self._line = WaitingLine(max_queued_requests)
+        self._rejected = {"queue_timeout": 0, "draining": 0}
         self._running: dict[str, _Running] = {}
         self._entering: dict[str, RequestStream] = {}
-        self._questions: set[_Question] = set()
+        self._questions: set[Question] = set()
         core.on_failure(self._lose_rank)
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
@@ -193,29 +92,70 @@ class EngineClient:
     ) -> RequestStream:
         """Hands a request to the engine and returns its deltas as soon as the engine has accepted it.
 
-        `request_id` must be unique. `wake` lets several streams share one event (`merge_streams`). Raises
-        InvalidRequestError if the engine refuses the request, EngineDeadError if it cannot serve.
+        Raises InvalidRequestError if the engine refuses the request, EngineDeadError if it cannot serve, a 429 if too
+        many answers wait.
         """
-        stream = RequestStream(self, request_id, params.n, wake)
+        return (await self.generate_all([Job(request_id, prompt_token_ids, params)], wake))[0]
+
+    async def generate_all(self, jobs: list[Job], wake: asyncio.Event | None = None) -> list[RequestStream]:
+        """As `generate` for jobs that all enter or none does; their streams share `wake` (`merge_streams`)."""
+        streams = [RequestStream(self.abort, job.request_id, job.params.n, wake) for job in jobs]
         with self._work:
             if not self.is_healthy:
                 raise EngineDeadError("the engine has stopped")
-            self._entering[request_id] = stream
-            self._inbox.append(lambda: self._add(stream, prompt_token_ids, params))
+            if self._refusal is not None:
+                raise self._refusal
+            self._line.enter(sum(job.params.n for job in jobs))
+            for stream, job in zip(streams, jobs, strict=True):
+                self._entering[job.request_id] = stream
+                self._inbox.append(lambda stream=stream, job=job: self._add(stream, job))
             self._work.notify()
         try:
-            await stream.accepted
+            await asyncio.gather(*(stream.accepted for stream in streams))
         except BaseException:
-            stream.close()
+            for stream in streams:
+                stream.close()
             raise
-        return stream
+        return streams
+
+    def check_room(self) -> None:
+        """Raises 429 if not even one more answer may wait now: worth knowing before a prompt is encoded."""
+        with self._work:
+            self._line.check_room(1)
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Calls refused because of load or a shutdown, by reason."""
+        return {"queue_full": self._line.num_refused, **self._rejected}
+
+    def count_rejection(self, reason: str) -> None:
+        """Belongs to the event loop."""
+        self._rejected[reason] += 1
+
+    def retry_after(self) -> int:
+        """Seconds in which those that wait now should have begun."""
+        with self._work:
+            return self._line.retry_after()
+
+    @property
+    def max_queued_requests(self) -> int | None:
+        """Most answers that may wait, None for no limit."""
+        return self._line.limit
+
+    def end_all(self, error: Exception) -> None:
+        """Every running request fails with `error`, and so does every one that comes later. Safe from any thread."""
+        with self._work:
+            self._refusal = error
+            if self.is_healthy:
+                self._inbox.append(lambda: self._fail_running(error))
+                self._work.notify()
 
     async def ask(self, function: Callable[[Any], Any]) -> Any:
         """What `function(core)` returns or raises, called in the core thread between two steps.
 
         Raises EngineDeadError if the engine cannot serve.
         """
-        question = _Question(function)
+        question = Question(function)
         with self._work:
             if not self.is_healthy:
                 raise EngineDeadError("the engine has stopped")
@@ -256,6 +196,8 @@ class EngineClient:
             while self._take_commands():
                 if self._core.has_unfinished():
                     self._deliver(self._core.step())
+                with self._work:
+                    self._line.follow_core(self._core.num_unbegun, self._core.num_begun)
             self._fail_all(EngineDeadError("the engine was closed"))
         except BaseException as exc:  # whatever it is, clients must hear of it: a dead thread answers nobody
             self._end(exc)
@@ -293,19 +235,21 @@ class EngineClient:
             command()
         return True
 
-    def _add(self, stream: RequestStream, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def _add(self, stream: RequestStream, job: Job) -> None:
         refusal = None
         try:
-            self._core.validate(prompt_token_ids, params)
-            self._core.add_request(stream.request_id, prompt_token_ids, params)
-            self._running[stream.request_id] = _Running(stream, params.n)
+            self._core.validate(job.prompt_token_ids, job.params)
+            self._core.add_request(job.request_id, job.prompt_token_ids, job.params)
+            self._running[job.request_id] = _Running(stream, job.params.n)
         except InvalidRequestError as exc:
             refusal = exc
         with self._work:
-            del self._entering[stream.request_id]
+            del self._entering[job.request_id]
+            self._line.leave_entrance(job.params.n)
+            self._line.follow_core(self._core.num_unbegun, self._core.num_begun)
         self._call(stream.loop, stream._accept, refusal)
 
-    def _answer(self, question: _Question) -> None:
+    def _answer(self, question: Question) -> None:
         try:
             value = question.function(self._core)
         except Exception as error:  # the asker's affair; if it was the engine that failed, the core says so next
@@ -330,7 +274,12 @@ class EngineClient:
             if running.num_running == 0:
                 del self._running[delta.request_id]
         for loop, batch in batches.items():
-            self._call(loop, _push_batch, batch)
+            self._call(loop, push_batch, batch)
+
+    def _fail_running(self, error: Exception) -> None:
+        for request_id, running in list(self._running.items()):
+            self._abort(request_id)
+            self._call(running.stream.loop, running.stream._fail, error)
 
     def _fail_all(self, error: Exception) -> None:
         with self._work:  # after this no new request enters: is_healthy is false
@@ -353,22 +302,3 @@ class EngineClient:
             gone = [name for name, running in self._running.items() if running.stream.loop is loop]
             for request_id in gone:
                 self._abort(request_id)
-
-
-def _push_batch(batch: list[tuple[RequestStream, CompletionDelta]]) -> None:
-    for stream, delta in batch:
-        stream._push(delta)
-
-
-async def merge_streams(
-    streams: list[RequestStream], wake: asyncio.Event
-) -> AsyncIterator[tuple[int, CompletionDelta]]:
-    """Yields (number of the stream, delta) from streams that share `wake`, in the order of arrival."""
-    while True:
-        wake.clear()
-        taken = [(number, delta) for number, stream in enumerate(streams) for delta in stream.take()]
-        for item in taken:
-            yield item
-        if all(stream.exhausted for stream in streams):
-            return
-        await wake.wait()  # at once if something came while the reader was at work

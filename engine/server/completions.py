@@ -186,6 +186,7 @@ async def create_completion(request: Request) -> Response:
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
+    client.check_room()
     params = completion_params(body, client)
     prompts = await encode_prompts(client, body.prompt)
     if len(prompts) * params.n > MAX_CHOICES:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from engine.server.body import read_model
 from engine.server.client import EngineClient
+from engine.server.drain import Drain
 from engine.server.errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,6 +30,7 @@ class ServerContext:
     client: EngineClient
     served_model_names: tuple[str, ...]
     max_body_bytes: int
+    drain: Drain
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.request import CompletionDelta, SamplingParams
-from engine.server.client import EngineClient, RequestStream, merge_streams
+from engine.request import QUEUE_TIMEOUT, REQUEST_TIMEOUT, CompletionDelta, SamplingParams
+from engine.server.client import EngineClient, Job
+from engine.server.errors import ApiError
 from engine.server.protocol import SamplingFields
+from engine.server.streams import RequestStream, merge_streams
 from engine.server.usage import UsageCounter
 
 
 class Generation:
     """`async for number, delta in generation` reads it: `number` is the prompt's place. `close` may be repeated."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
         self._wake = asyncio.Event()
         self._streams: list[RequestStream] = []
 
@@ -26,23 +29,30 @@ class Generation:
         cls, client: EngineClient, request_id: str, jobs: list[tuple[list[int], SamplingParams]]
     ) -> Generation:
         """Returns once the engine has accepted every job (prompt token ids, params); one refusal ends them all."""
-        generation = cls()
-        pending = [
-            asyncio.ensure_future(client.generate(f"{request_id}-{i}", ids, params, generation._wake))
-            for i, (ids, params) in enumerate(jobs)
-        ]
-        try:
-            for future in pending:
-                generation._streams.append(await future)
-        except BaseException:
-            for result in await asyncio.gather(*pending, return_exceptions=True):
-                if isinstance(result, RequestStream):
-                    result.close()
-            raise
+        generation = cls(client)
+        named = [Job(f"{request_id}-{i}", ids, params) for i, (ids, params) in enumerate(jobs)]
+        generation._streams = await client.generate_all(named, generation._wake)
         return generation
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, CompletionDelta]]:
-        return merge_streams(self._streams, self._wake)
+    async def __aiter__(self) -> AsyncIterator[tuple[int, CompletionDelta]]:
+        """Raises 503 if an answer waited too long for its first step, 504 if it took too long, once what it has is
+        read."""
+        async for number, delta in merge_streams(self._streams, self._wake):
+            if delta.finish_reason != "timeout":
+                yield number, delta
+                continue
+            if delta.token_ids or delta.text:
+                yield number, replace(delta, finish_reason=None, stop_reason=None)
+            raise self._timeout(delta)
+
+    def _timeout(self, delta: CompletionDelta) -> ApiError:
+        if delta.stop_reason == QUEUE_TIMEOUT:
+            self._client.count_rejection(QUEUE_TIMEOUT)
+            seconds = self._client.retry_after()
+            message = f"The request waited too long for its turn; try again in {seconds} s."
+            return ApiError(503, message, code=QUEUE_TIMEOUT, headers={"retry-after": str(seconds)})
+        message = "The answer took longer than this server allows; ask for fewer tokens."
+        return ApiError(504, message, code=REQUEST_TIMEOUT, headers={"x-should-retry": "false"})
 
     def close(self) -> None:
         for stream in self._streams:

@@ -49,6 +49,28 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+async def load(request: Request) -> Response:
+    """How busy the server is: for a balancer that picks the least loaded of several."""
+    client, drain = ServerContext.of(request).client, ServerContext.of(request).drain
+    stats = await client.ask(lambda core: core.stats())
+    return json_response(
+        {
+            "num_requests_running": stats.num_running,
+            "num_requests_waiting": stats.num_waiting,
+            "max_queued_requests": client.max_queued_requests,
+            "kv_cache_usage_ratio": stats.kv_cache_usage,
+            "kv_cache_blocks": stats.kv_cache_blocks,
+            "is_draining": drain.is_on,
+        }
+    )
+
+
+async def flush_cache(request: Request) -> Response:
+    """Empties the prefix cache; blocks that running requests hold stay theirs."""
+    await ServerContext.of(request).client.ask(lambda core: core.flush_prefix_cache())
+    return json_response({"status": "flushed"})
+
+
 async def version(request: Request) -> Response:
     return json_response({"version": __version__})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import Request
@@ -31,14 +31,15 @@ class Text(Response):
 
 
 class EngineCollector(Collector):
-    """The metric families of one snapshot; `load` is None where experts are not counted."""
+    """The metric families of one snapshot; `load` is None where experts are not counted. rejected: calls by reason."""
 
-    def __init__(self, stats: EngineStats, load: ExpertLoad | None):
-        self._stats, self._load = stats, load
+    def __init__(self, stats: EngineStats, load: ExpertLoad | None, rejected: Mapping[str, int]):
+        self._stats, self._load, self._rejected = stats, load, rejected
 
     def collect(self) -> Iterator[Metric]:
         for group in _GROUPS:
             yield from group(self._stats)
+        yield _by_reason("request_rejected", "Calls refused because of load or a shutdown.", self._rejected)
         if self._load is not None:
             yield from _experts(self._load)
 
@@ -46,7 +47,8 @@ class EngineCollector(Collector):
 async def metrics(request: Request) -> Response:
     """Counters and gauges of the engine, for Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(*await ServerContext.of(request).client.ask(_snapshot)))
+    client = ServerContext.of(request).client
+    registry.register(EngineCollector(*await client.ask(_snapshot), client.rejected))
     return Text(generate_latest(registry))
 
 
@@ -58,12 +60,20 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Answers being generated.", stats.num_running)
     yield _gauge("num_requests_waiting", "Answers waiting for their first step.", stats.num_waiting)
     yield _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks that requests hold.", stats.kv_cache_usage)
-    finished = CounterMetricFamily(
-        f"{PREFIX}request_finished", "Answers that ended; a request with n > 1 has n of them.", labels=["reason"]
+    yield _by_reason("request_finished", "Answers that ended; a request with n > 1 has n of them.", stats.num_finished)
+
+
+def _kv_cache(stats: EngineStats) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily(
+        f"{PREFIX}kv_cache_blocks",
+        "Blocks of the KV cache: free, cached (kept in case a prompt begins like them) and held by requests.",
+        labels=["state"],
     )
-    for reason, count in stats.num_finished.items():
-        finished.add_metric([reason], count)
-    yield finished
+    for state, count in stats.kv_cache_blocks.items():
+        blocks.add_metric([state], count)
+    yield blocks
+    yield _counter("prefix_cache_query_tokens", "Prompt tokens looked for in the prefix cache.", stats.num_query_tokens)
+    yield _counter("prefix_cache_hit_tokens", "Prompt tokens found there.", stats.num_hit_tokens)
 
 
 def _work(stats: EngineStats) -> Iterator[Metric]:
@@ -92,6 +102,9 @@ def _latencies(stats: EngineStats) -> Iterator[Metric]:
         ("time_to_first_token", "From a request's arrival to its first token.", stats.time_to_first_token),
         ("inter_token_latency", "Between two steps that gave an answer tokens.", stats.inter_token_latency),
         ("e2e_request_latency", "From a request's arrival to the end of its answer.", stats.e2e_latency),
+        ("request_queue_time", "From a request's arrival to its first step.", stats.queue_time),
+        ("request_prefill_time", "From a request's first step to its first token.", stats.prefill_time),
+        ("request_decode_time", "From an answer's first token to its last.", stats.decode_time),
     ):
         yield _histogram(f"{name}_seconds", help_text, values)
 
@@ -195,7 +208,7 @@ def _experts(load: ExpertLoad) -> Iterator[Metric]:
         )
 
 
-_GROUPS = (_requests, _work, _step_budget, _latencies, _communication, _dispatchers, _speculation)
+_GROUPS = (_requests, _kv_cache, _work, _step_budget, _latencies, _communication, _dispatchers, _speculation)
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:
@@ -204,6 +217,13 @@ def _gauge(name: str, help_text: str, value: float) -> Metric:
 
 def _counter(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(f"{PREFIX}{name}", help_text, value=value)
+
+
+def _by_reason(name: str, help_text: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"{PREFIX}{name}", help_text, labels=["reason"])
+    for reason, count in counts.items():
+        family.add_metric([reason], count)
+    return family
 
 
 def _histogram(name: str, help_text: str, values: Distribution) -> Metric:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from engine.chat_messages import ROLES
-from engine.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from engine.request import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TEXT = {"type": "string", "minLength": 1}
@@ -105,6 +105,8 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: int | None = documented(minimum=-(2**31), maximum=2**31 - 1)
+    cache_salt: str | None = documented(minLength=1, maxLength=MAX_SALT_LENGTH)
     user: str | None = None
 
 

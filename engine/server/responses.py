@@ -156,6 +156,22 @@ class Health(ResponseModel):
     status: Literal["ok"]
 
 
+class Load(ResponseModel):
+    """Answers that run and wait; `max_queued_requests` of them may wait (null: any number). Blocks of the KV cache are
+    "free", "cached" or "held"."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    max_queued_requests: int | None
+    kv_cache_usage_ratio: float
+    kv_cache_blocks: dict[str, int]
+    is_draining: bool
+
+
+class Flushed(ResponseModel):
+    status: Literal["flushed"]
+
+
 class Version(ResponseModel):
     version: str
 

@@ -27,6 +27,8 @@ PASSED_ON = (
     "min_tokens",
     "prompt_logprobs",
     "skip_special_tokens",
+    "priority",
+    "cache_salt",
 )
 FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

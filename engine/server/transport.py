@@ -64,8 +64,9 @@ async def finish_unless_disconnected(request: Request, work: Coroutine[Any, Any,
 class EventStream(Response):
     """Sends each item of `events` as one `data:` event, then [DONE].
 
-    A failure becomes one event with a top-level `error`, which ends the stream without [DONE]. `close` runs however
-    the stream ends, also if it never began.
+    Headers go out with the first event, so what fails before it is an answer with its own status. A later failure
+    becomes one event with a top-level `error`, which ends the stream without [DONE]. `close` runs however the stream
+    ends, also if it never began.
     """
 
     media_type = "text/event-stream"
@@ -78,18 +79,28 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _race(self._write(scope, send), receive)
+            await _race(self._answer(scope, receive, send), receive)
         except (ClientDisconnectedError, OSError):
             scope[OUTCOME] = "disconnected"
         finally:
             self._close()
 
-    async def _write(self, scope: Scope, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            first = await anext(self._events, None)
+        except Exception as exc:
+            await as_api_error(exc).response()(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._write(first, scope, send)
+
+    async def _write(self, first: dict[str, Any] | None, scope: Scope, send: Send) -> None:
         async def event(data: bytes) -> None:
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
         try:
+            if first is not None:
+                await event(dumps(first))
             async for item in self._events:
                 await event(dumps(item))
         except OSError:

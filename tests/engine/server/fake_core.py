@@ -48,6 +48,7 @@ class FakeCore:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    max_num_seqs: int = 10**6
 
     def __post_init__(self) -> None:
         self.vocab_size = self.tokenizer.vocab_size
@@ -55,7 +56,7 @@ class FakeCore:
         self.running: dict[tuple[str, int], FakeSequence] = {}
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.aborted: list[str] = []
-        self.num_steps = 0
+        self.num_steps = self.num_begun = self.num_flushes = 0
         self.is_shut_down = False
         self.changed = threading.Condition()
         self.threads: set[int] = set()
@@ -98,19 +99,29 @@ class FakeCore:
         self.num_steps += 1
         if self.num_steps == self.fail_at:
             raise RuntimeError("secret detail of rank 3")
-        deltas = [self._advance(sequence) for sequence in list(self.running.values())]
+        scheduled = list(self.running.values())[: self.max_num_seqs]
+        self.num_begun += sum(sequence.num_tokens == 0 for sequence in scheduled)
+        deltas = [self._advance(sequence) for sequence in scheduled]
         with self.changed:
             self.changed.notify_all()
         return deltas
+
+    @property
+    def num_unbegun(self) -> int:
+        return sum(sequence.num_tokens == 0 for sequence in self.running.values())
+
+    def flush_prefix_cache(self) -> None:
+        self.num_flushes += 1
 
     def stats(self) -> EngineStats:
         """Made-up numbers but for what runs; times and choices are not its business."""
         self.threads.add(threading.get_ident())
         answers, kinds = AnswerStats(), dict.fromkeys(KINDS, 0)
         return EngineStats(
-            len(self.running), 0, 0.0, 0, self.num_steps, 0, 0, answers.finished,
+            len(self.running), 0, 0.0, {}, 0, 0, 0, self.num_steps, 0, 0, answers.finished,
             answers.time_to_first_token.snapshot(), answers.inter_token_latency.snapshot(),
-            answers.e2e_latency.snapshot(), kinds, kinds, {}, self.comm_choice, self.speculation,
+            answers.e2e_latency.snapshot(), answers.queue_time.snapshot(), answers.prefill_time.snapshot(),
+            answers.decode_time.snapshot(), kinds, kinds, {}, self.comm_choice, self.speculation,
         )  # fmt: skip
 
     counts_experts = False
@@ -169,6 +180,7 @@ class FakeCore:
             reason,
             stop_reason,
             metrics,
+            self.num_cached_tokens if sequence.num_tokens == len(token_ids) else None,
         )
 
     def _apply_stop(self, sequence: FakeSequence, text: str, last: bool) -> tuple[str, str | None]:

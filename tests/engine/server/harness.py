@@ -142,9 +142,10 @@ def request_bytes(path: str, body: dict) -> bytes:
 
 @contextmanager
 def serving(core: Any = None, **options: Any) -> Iterator[RunningServer]:
-    """Runs a server over `core` or a fake one for the length of the block; `options` go to `create_app`."""
+    """Runs a server over `core` or a fake one for the length of the block; `options` go to `create_app`, but for
+    `max_queued_requests`."""
     core = core or make_core()
-    client = EngineClient(core)
+    client = EngineClient(core, max_queued_requests=options.pop("max_queued_requests", None))
     app = create_app(client, **{"served_model_names": ["tiny", "kimi"]} | options)
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio turns Nagle's algorithm off only for sockets made with an explicit protocol; accepted ones inherit this.
