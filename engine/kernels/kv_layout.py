@@ -104,12 +104,14 @@ def of(cache: torch.Tensor) -> RowLayout:
 
 def row_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 2^k and 2^-k for the least k with largest <= 448 * 2^k; of zeros and of what is next to them, the least.
+    NaN, and its inverse no matter, where a latent is not finite: bytes alone may not tell.
 
     From the bits of float32, so that every device finds the same."""
     bits = largest.float().view(torch.int32)
     exponent = (((bits + _BEYOND_1_75) >> _MANTISSA_BITS) - _LARGEST_EXPONENT).clamp(min=1)
     inverse = 254 - exponent
-    return (exponent << _MANTISSA_BITS).view(torch.float32), (inverse << _MANTISSA_BITS).view(torch.float32)
+    scale = (exponent << _MANTISSA_BITS).view(torch.float32).masked_fill(~largest.isfinite(), float("nan"))
+    return scale, (inverse << _MANTISSA_BITS).view(torch.float32)
 
 
 def _round_up(number: int, step: int) -> int:

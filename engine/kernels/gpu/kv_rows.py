@@ -33,10 +33,17 @@ def row_bytes(cache: torch.Tensor, latent: int, rope: int) -> int:
 
 
 @triton.jit
-def row_scale(largest):
-    """As kv_layout.row_scales: (2^k, 2^-k), bit for bit."""
-    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
+def magnitude_bits(x):
+    """Of float32: in the order of magnitudes, what is not finite last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def row_scale(largest_bits):
+    """As kv_layout.row_scales of the number with these bits: (2^k, 2^-k), bit for bit."""
+    exponent = tl.maximum(((largest_bits + 0x1FFFFF) >> 23) - 8, 1)
     scale, inverse = exponent << 23, (254 - exponent) << 23
+    scale = tl.where(largest_bits < 0x7F800000, scale, 0x7FC00000)
     return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
@@ -46,7 +53,7 @@ def to_e4m3(x):
 
     By hand, since it costs nothing here and Triton's interpreter loses a carry."""
     bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = magnitude_bits(x)
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Added to 2^14, a number is rounded to steps of 2^-9, those below the least normal number, 2^-6.
     steps = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000

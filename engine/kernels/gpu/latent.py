@@ -12,7 +12,7 @@ import triton.language as tl
 
 from engine.kernels.gpu import kv_rows, pdl
 from engine.kernels.gpu.dense import tile_rows
-from engine.kernels.gpu.kv_rows import from_e4m3, rope_at, row_scale, scale_at, to_e4m3
+from engine.kernels.gpu.kv_rows import from_e4m3, magnitude_bits, rope_at, row_scale, scale_at, to_e4m3
 from engine.kernels.gpu.norm import normalized
 
 LATENT_WARPS = 16
@@ -65,7 +65,7 @@ def latents_kernel(
         latent = normalized(latent, kv_weight, C, eps)
         rows_ptr += row * (C + R)
         if ROW:
-            scale, inverse = row_scale(tl.max(tl.abs(latent.to(tl.float32)), 0))
+            scale, inverse = row_scale(tl.max(magnitude_bits(latent.to(tl.float32)), 0))
             stored = to_e4m3(latent.to(tl.float32) * inverse)
             tl.store(cache_ptr + c, stored)
             tl.store(scale_at(cache_ptr, C, R), scale)

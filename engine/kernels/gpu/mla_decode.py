@@ -263,7 +263,8 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
         constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows} | splits
         name = f"attend {heads}x{query_len}"
         if config.hopper:
-            cases.append(mla_decode_hopper.compile_case(name, ATTEND_SIGNATURE, constants))
+            for kind, in_bytes in (("bf16", False), ("fp8", True)):
+                cases.append(mla_decode_hopper.compile_case(f"{name} {kind}", ATTEND_SIGNATURE, constants, in_bytes))
             continue
         constants |= {"PAGE": 64, "TOKENS": config.tokens, "STAGES": config.stages}
         for row, kind in ((0, "*bf16"), (kv_rows.K25_ROW_BYTES, "*u8"))[: 2 if has_bytes else 1]:
