@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engine.config import ConfigError, EngineConfig
+from engine.kernels.kv_layout import LAYOUTS
 from engine.model_files import ModelFiles
 
 BLOCK_SIZE = 64
@@ -21,10 +22,18 @@ def known_bytes(config: EngineConfig) -> int | None:
 
 
 def block_bytes(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
-    """Of the target's cache and the draft's, which has the same blocks."""
-    width = files.model_config.num_hidden_layers * model.cache_width
-    width += 0 if drafter is None else drafter.cache_width
-    return width * BLOCK_SIZE * getattr(torch, config.dtype).itemsize
+    """Of the target's cache and the draft's, which has the same blocks and numbers of the model's type."""
+    width, dtype = row_shape(config, model)
+    row_bytes = files.model_config.num_hidden_layers * width * dtype.itemsize
+    row_bytes += 0 if drafter is None else drafter.cache_width * getattr(torch, config.dtype).itemsize
+    return row_bytes * BLOCK_SIZE
+
+
+def row_shape(config: EngineConfig, model: Any) -> tuple[int, torch.dtype]:
+    """(elements, their type) of a token's row in a layer of the target's cache."""
+    layout = LAYOUTS[config.kv_cache_dtype]
+    width = layout.width(model.latent_width, model.cache_width - model.latent_width)
+    return width, layout.dtype(getattr(torch, config.dtype))
 
 
 def plan(config: EngineConfig, files: ModelFiles, block_bytes: int, budget: int, fitting: int) -> tuple[int, int]:

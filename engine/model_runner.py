@@ -306,13 +306,14 @@ class ModelRunner:
         self.graphs = None
 
     def hold_caches(self, num_blocks: int) -> None:
-        """Zeros, since padding may read what nothing wrote. The target's: [layers, blocks, block_size, latent + rope
-        width]; the draft's: [blocks, block_size, its own width]."""
-        options = {"dtype": getattr(torch, self.config.dtype), "device": self.parallel.device}
-        shape = (self.model_config.num_hidden_layers, num_blocks, BLOCK_SIZE, self.model.cache_width)
-        self.caches = torch.zeros(*shape, **options)
+        """Zeros, since padding may read what nothing wrote. The target's: [layers, blocks, block_size, elements of a
+        row as kv_cache_dtype has it]; the draft's: [blocks, block_size, its own width] in the model's type."""
+        device, (width, dtype) = self.parallel.device, cache_plan.row_shape(self.config, self.model)
+        shape = (self.model_config.num_hidden_layers, num_blocks, BLOCK_SIZE, width)
+        self.caches = torch.zeros(*shape, dtype=dtype, device=device)
         if self.drafter is not None:
-            self.sampled_step.cache = torch.zeros(num_blocks, BLOCK_SIZE, self.drafter.cache_width, **options)
+            shape = (num_blocks, BLOCK_SIZE, self.drafter.cache_width)
+            self.sampled_step.cache = torch.zeros(*shape, dtype=getattr(torch, self.config.dtype), device=device)
 
     def drop_caches(self) -> None:
         self.caches = self.sampled_step.cache = None

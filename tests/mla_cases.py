@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from engine.kernels import kv_layout
 
 
 @dataclass
@@ -29,6 +31,15 @@ class DecodeCase:
         return (
             self.q_THX, self.cache, self.block_table_NB, starts, lens, scale, self.w_v_HVC, max(self.query_lens),
         )  # fmt: skip
+
+    def in_bytes(self) -> tuple[DecodeCase, DecodeCase]:
+        """(The case with its cache in bytes, the case with the numbers that those hold). Where no sequence has written,
+        bytes are those of NaN: in latents, roped keys and scales."""
+        latent, rope = self.w_v_HVC.shape[2], self.cache.shape[2] - self.w_v_HVC.shape[2]
+        bytes_ = kv_layout.FP8.pack(self.cache, latent)
+        bytes_[self.cache.isnan().any(-1)] = 255
+        numbers = kv_layout.FP8.unpack(bytes_, latent, rope, self.cache.dtype)
+        return replace(self, cache=bytes_), replace(self, cache=numbers)
 
     def request(self, n: int, first: int, last: int) -> DecodeCase:
         """Query tokens first to last of request n, alone."""

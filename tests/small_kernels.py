@@ -14,6 +14,7 @@ import torch
 from engine.kernels import reference
 from engine.kernels.gpu import dense, latent, norm, route
 from engine.kernels.gpu.experts_plan import BLOCK_ROWS, plan_blocks
+from engine.kernels.kv_layout import FP8
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.kernels.table import Routing
 from tests.mla_cases import relative_error
@@ -118,6 +119,26 @@ def check_silu_mul(bench: Bench, rows: int, width: int) -> None:
     with poisoned():
         out = norm.silu_mul(gate_up)
     assert relative_error(out, reference.silu_mul(gate_up)) < bench.bound
+
+
+def check_latents_to_bytes(bench: Bench, rows: int, widths: tuple[int, int, int], parts: int) -> None:
+    """Each row is what the layout makes of the row that a plain cache gets, and is handed on as it is read."""
+    query, kv, rope = widths
+    parts_PTW = split_product(bench.random(rows, 64), bench.weight(sum(widths), 64), parts)
+    norms, cis = (bench.random(query, seed=5), bench.random(kv, seed=6)), bench.cis(rows, rope)
+    slots = torch.randperm(3 * rows, generator=torch.Generator().manual_seed(rows))[:rows].to(bench.device)
+    plain = torch.zeros(3, rows, kv + rope, dtype=bench.dtype, device=bench.device)
+    cache = torch.full((3, rows, FP8.width(kv, rope)), 255, dtype=torch.uint8, device=bench.device)
+    with poisoned():
+        q, new = latent.latents(parts_PTW, norms[0], norms[1], EPS, angles_of(cis), cache, slots)
+        expected_q, exact = latent.latents(parts_PTW, norms[0], norms[1], EPS, angles_of(cis), plain, slots)
+    read = FP8.unpack(cache.flatten(0, 1)[slots], kv, rope, torch.float32)
+    expected = FP8.unpack(FP8.pack(exact, kv), kv, rope, torch.float32)
+    down = exact[:, kv:].float().abs() / 128 if bench.device == "cpu" else 0  # so the interpreter rounds to bfloat16
+    assert torch.equal(q, expected_q) and torch.equal(new.float(), read.to(bench.dtype).float())
+    assert torch.equal(read[:, :kv], expected[:, :kv]) and not torch.equal(read[:, :kv], exact[:, :kv].float())
+    assert ((read - expected)[:, kv:].abs() <= down).all()
+    assert int((cache != 255).any(-1).sum()) == rows, "other slots stay as they were"
 
 
 def check_latents(bench: Bench, rows: int, widths: tuple[int, int, int], parts: int, with_query_norm: bool) -> None:

@@ -1,6 +1,7 @@
 """What an attention kernel must do for MLA, and the table of those that can.
 
-Shape letters: T tokens, H heads, C latent width, X = C + rope width, V value width of a head.
+Shape letters: T tokens, H heads, C latent width, X = C + rope width, V value width of a head. A cache is
+[blocks, block_size, W] with rows of either layout in engine.kernels.kv_layout.
 """
 
 from __future__ import annotations

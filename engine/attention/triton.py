@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
+from engine.kernels.gpu.kv_rows import gather
 from engine.kernels.gpu.mla_decode import MAX_QUERY_LEN, mla_decode
 from engine.kernels.gpu.mla_prefill import mla_prefill
 
@@ -72,12 +73,13 @@ class TritonAttention:
         carry: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Adds one request's cached keys before its chunk to `carry`, a bounded number at a time."""
-        page = cache.shape[1]
+        page, nope = cache.shape[1], kv_b_weight.shape[0] // q_THX.shape[1] - carry[0].shape[2]
+        widths = (kv_b_weight.shape[1], q_THX.shape[2] - nope)
         step = max(1, self.context_tokens // page)
         for first in range(0, -(-length // page), step):
             num_keys = min(step * page, length - first * page)
-            pages = block_table_B[first : first + -(-num_keys // page)].long()
-            kv_LX = cache.index_select(0, pages).flatten(0, 1)[:num_keys]
+            pages = block_table_B[first : first + -(-num_keys // page)]
+            kv_LX = gather(cache, pages, num_keys, widths, q_THX.dtype)
             keys = _expand(kv_LX, kv_b_weight, q_THX.shape)
             starts = torch.tensor([[0, q_THX.shape[0]], [0, num_keys]], dtype=torch.int32, device=cache.device)
             mla_prefill(q_THX, *keys, *starts, scale, q_THX.shape[0], False, carry)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from engine.kernels import kv_layout
+
 
 def embed(token_ids_T: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     """Rows token - first of `weight`; zeros for tokens whose row is not there, so that ranks' shares add up."""
@@ -165,9 +167,13 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group_size: int = 32)
     return (q.unflatten(-1, (-1, group_size)) * scale.float().unsqueeze(-1)).flatten(-2)
 
 
-def store_latent(cache: torch.Tensor, latent_TX: torch.Tensor, slots_T: torch.Tensor) -> None:
-    """Writes each token's row [latent | roped key] of width C + R into its slot; cache: [blocks, block_size, C + R]."""
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slots_T, latent_TX)
+def store_latent(cache: torch.Tensor, rows_TX: torch.Tensor, slots_T: torch.Tensor, latent_width: int) -> torch.Tensor:
+    """Writes each token's row [latent | roped key] of width C + R into its slot; cache: [blocks, block_size, W], W as
+    its layout has it. Returns the rows as later steps will read them."""
+    layout = kv_layout.of(cache)
+    rows_TW = layout.pack(rows_TX, latent_width)
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots_T, rows_TW)
+    return layout.unpack(rows_TW, latent_width, rows_TX.shape[1] - latent_width, rows_TX.dtype)
 
 
 def store_heads(cache: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, slots_T: torch.Tensor) -> None:
@@ -206,17 +212,16 @@ def mla_paged(
     scale: float,
     latent_width: int,
 ) -> torch.Tensor:
-    """Absorbed MLA over the paged latent cache, one sequence at a time.
+    """Absorbed MLA over the paged latent cache of any layout, one sequence at a time.
 
     q_THX: [T, H, C + R], already multiplied by W_k and roped. Query i of a sequence sees the keys up to its own
     position. Softmax in float32. Returns [T, H, C].
     """
     out_THC = torch.empty(*q_THX.shape[:2], latent_width, dtype=q_THX.dtype, device=q_THX.device)
-    block_size = cache.shape[1]
+    rope_width = q_THX.shape[2] - latent_width
     start = 0
     for n, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        num_blocks = -(-seq_len // block_size)
-        keys_LX = cache[block_table_NB[n, :num_blocks]].flatten(0, 1)[:seq_len]
+        keys_LX = cached_rows(cache, block_table_NB[n], seq_len, (latent_width, rope_width), q_THX.dtype)
         q_HQX = q_THX[start : start + query_len].transpose(0, 1)
         scores_HQL = torch.matmul(q_HQX, keys_LX.t()).float() * scale
         if query_len > 1:
@@ -227,6 +232,14 @@ def mla_paged(
         out_THC[start : start + query_len] = torch.matmul(probs_HQL, keys_LX[:, :latent_width]).transpose(0, 1)
         start += query_len
     return out_THC
+
+
+def cached_rows(
+    cache: torch.Tensor, block_table_B: torch.Tensor, length: int, widths: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The first `length` rows of one sequence, [L, C + R] in `dtype`. widths: (C, R)."""
+    rows_LW = cache[block_table_B[: -(-length // cache.shape[1])]].flatten(0, 1)[:length]
+    return kv_layout.of(cache).unpack(rows_LW, *widths, dtype)
 
 
 def mla_naive(q_THX: torch.Tensor, keys_LHX: torch.Tensor, values_LHV: torch.Tensor, scale: float) -> torch.Tensor:
@@ -257,12 +270,13 @@ def mla_prefill(
     head first. Returns [T, H, V].
     """
     heads, latent_width = q_THX.shape[1], kv_b_weight.shape[1]
-    nope = q_THX.shape[2] - (kv_TX.shape[1] - latent_width)
+    rope_width = kv_TX.shape[1] - latent_width
+    nope = q_THX.shape[2] - rope_width
     outs, start = [], 0
     for n, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         context = seq_len - query_len
-        pages = block_table_NB[n, : -(-context // cache.shape[1])]
-        rows_LX = torch.cat([cache[pages].flatten(0, 1)[:context], kv_TX[start : start + query_len]])
+        cached_LX = cached_rows(cache, block_table_NB[n], context, (latent_width, rope_width), kv_TX.dtype)
+        rows_LX = torch.cat([cached_LX, kv_TX[start : start + query_len]])
         latent_LC, rope_LR = rows_LX.tensor_split([latent_width], dim=1)
         kv_LHX = F.linear(latent_LC, kv_b_weight).unflatten(1, (heads, -1))
         keys_LHX = torch.cat([kv_LHX[..., :nope], rope_LR.unsqueeze(1).expand(-1, heads, -1)], dim=-1)

@@ -57,7 +57,7 @@ class ReferenceKernels:
         rows_TX = torch.cat(
             [reference.rms_norm(latent_TC, kv_norm_C, eps), reference.rotate_pairs(key_TR, cis)], dim=-1
         )
-        reference.store_latent(cache, rows_TX, slots_T)
+        rows_TX = reference.store_latent(cache, rows_TX, slots_T, widths[0])
         return q_TQ if q_norm_Q is None else reference.rms_norm(q_TQ, q_norm_Q, eps), rows_TX
 
     def queries(

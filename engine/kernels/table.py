@@ -73,7 +73,8 @@ class Kernels(Protocol):
         slots_T: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x times [q_a | kv_a]: the query latent [T, Q], normed where q_norm_Q is given, and the cache rows [T, X]
-        (normed latent, roped key), also written to their slots."""
+        (normed latent, roped key), also written to their slots and given as they will be read from there: a cache of
+        another layout (kv_layout) rounds them, and a chunk must see of itself what later chunks see of it."""
 
     def queries(
         self, q_TQ: torch.Tensor, weight: torch.Tensor | None, nope: int, cis: torch.Tensor, num_heads: int

@@ -154,7 +154,8 @@ class KimiModel(nn.Module):
         return MoEFeedForward(router, experts, shared_down, not self.shards_tokens, self.kernels, slots)
 
     def forward(self, batch: ForwardBatch, caches: torch.Tensor) -> torch.Tensor:
-        """caches: [layers, blocks, block_size, C + R]. Returns the final norm's output for all tokens, [T, D]."""
+        """caches: [layers, blocks, block_size, W], rows as kv_layout has them. Returns the final norm's output for all
+        tokens, [T, D]."""
         return self.forward_with_features(batch, caches)[0]
 
     def forward_with_features(
@@ -187,7 +188,12 @@ class KimiModel(nn.Module):
     @property
     def cache_width(self) -> int:
         """Numbers a token a layer: the latent and the roped key shared by all heads."""
-        return self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        return self.latent_width + self.config.qk_rope_head_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Of those the latent's, which come first and may be kept in fewer bits."""
+        return self.config.kv_lora_rank
 
     def specs(self, prefix: str = "") -> dict[str, TensorSpec]:
         """Every tensor of the text model under the checkpoint's names; `prefix` is "" or "language_model."."""

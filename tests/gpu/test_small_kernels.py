@@ -54,6 +54,7 @@ def test_between_the_products_of_attention(rows):
     for parts in (1, 4):
         for with_query_norm in (True, False):
             small.check_latents(BENCH, rows, (1536, 512, 64), parts, with_query_norm)
+        small.check_latents_to_bytes(BENCH, rows, (1536, 512, 64), parts)
         small.check_absorb(BENCH, rows, 8, (128, 64, 512), parts)
     small.check_rope(BENCH, rows, 8, 128, 64)
 

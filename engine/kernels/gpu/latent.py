@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu import pdl
+from engine.kernels.gpu import kv_rows, pdl
 from engine.kernels.gpu.dense import tile_rows
+from engine.kernels.gpu.kv_rows import from_e4m3, magnitude_bits, rope_at, row_scale, scale_at, to_e4m3
 from engine.kernels.gpu.norm import normalized
 
 LATENT_WARPS = 16
@@ -44,9 +45,11 @@ def latents_kernel(
     BLOCK_Q: tl.constexpr,
     NORM_Q: tl.constexpr,
     PARTS: tl.constexpr,
+    ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, 0) makes row t's cache row, (t, 1) its query latent."""
+    """Program (t, 0) makes row t's cache row, (t, 1) its query latent. Into rows of ROW bytes what is stored is rounded
+    (kv_rows), and the row that is handed on is rounded alike."""
     row = tl.program_id(0).to(tl.int64)
     width: tl.constexpr = Q + C + R
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -56,20 +59,35 @@ def latents_kernel(
         c, pair = tl.arange(0, C), tl.arange(0, R // 2)
         kv_weight = tl.load(kv_weight_ptr + c)
         pdl.wait(PDL)
-        cache_ptr += tl.load(slots_ptr + row) * (C + R)
+        cache_ptr += tl.load(slots_ptr + row) * (ROW if ROW else C + R)
         everywhere = c >= 0
         latent = sum_parts(parts_ptr + Q, c, everywhere, stride, PARTS, dtype)
         latent = normalized(latent, kv_weight, C, eps)
         rows_ptr += row * (C + R)
-        tl.store(cache_ptr + c, latent)
+        if ROW:
+            scale, inverse = row_scale(tl.max(magnitude_bits(latent.to(tl.float32)), 0))
+            stored = to_e4m3(latent.to(tl.float32) * inverse)
+            tl.store(cache_ptr + c, stored)
+            tl.store(scale_at(cache_ptr, C, R), scale)
+            latent = (from_e4m3(stored, tl.float32) * scale).to(dtype)
+        else:
+            tl.store(cache_ptr + c, latent)
         tl.store(rows_ptr + c, latent)
         cos = tl.load(angles_ptr + row * R + 2 * pair)
         sin = tl.load(angles_ptr + row * R + 2 * pair + 1)
         even = sum_parts(parts_ptr + Q + C, 2 * pair, pair >= 0, stride, PARTS, dtype)
         odd = sum_parts(parts_ptr + Q + C + 1, 2 * pair, pair >= 0, stride, PARTS, dtype)
         turned_even, turned_odd = (even * cos - odd * sin).to(dtype), (even * sin + odd * cos).to(dtype)
-        tl.store(cache_ptr + C + 2 * pair, turned_even)
-        tl.store(cache_ptr + C + 2 * pair + 1, turned_odd)
+        if ROW:
+            stored_even = (turned_even.to(tl.float32) * inverse).to(tl.bfloat16)
+            stored_odd = (turned_odd.to(tl.float32) * inverse).to(tl.bfloat16)
+            tl.store(rope_at(cache_ptr, C) + 2 * pair, stored_even)
+            tl.store(rope_at(cache_ptr, C) + 2 * pair + 1, stored_odd)
+            turned_even = (stored_even.to(tl.float32) * scale).to(dtype)
+            turned_odd = (stored_odd.to(tl.float32) * scale).to(dtype)
+        else:
+            tl.store(cache_ptr + C + 2 * pair, turned_even)
+            tl.store(cache_ptr + C + 2 * pair + 1, turned_odd)
         tl.store(rows_ptr + C + 2 * pair, turned_even)
         tl.store(rows_ptr + C + 2 * pair + 1, turned_odd)
     else:
@@ -149,7 +167,7 @@ def latents(
     width_c, width_r = kv_weight_C.shape[0], angles_TR.shape[1]
     width_q = width - width_c - width_r
     q_TQ = torch.empty(num_rows, width_q, dtype=kv_weight_C.dtype, device=parts_PTW.device)
-    rows_TX = torch.empty(num_rows, cache.shape[-1], dtype=cache.dtype, device=parts_PTW.device)
+    rows_TX = torch.empty(num_rows, width_c + width_r, dtype=kv_weight_C.dtype, device=parts_PTW.device)
     latents_kernel[(num_rows, 2 if width_q else 1)](
         parts_PTW,
         q_weight_Q,
@@ -167,6 +185,7 @@ def latents(
         BLOCK_Q=triton.next_power_of_2(max(width_q, 1)),
         NORM_Q=q_weight_Q is not None,
         PARTS=num_parts,
+        ROW=kv_rows.row_bytes(cache, width_c, width_r),
         num_warps=LATENT_WARPS,
         **pdl.launch_options(parts_PTW.device),
     )
@@ -239,11 +258,14 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     latent |= {"parts_ptr": "*fp32", "angles_ptr": "*fp32", "slots_ptr": "*i64", "num_rows": "i32", "eps": "fp32"}
     query = {"parts_ptr": "*fp32", "w_ptr": "*bf16", "angles_ptr": "*fp32", "out_ptr": "*bf16", "num_rows": "i32"}
     query["head_stride"] = "i32"
-    widths = {"Q": 1536, "C": 512, "R": 64, "BLOCK_Q": 2048, "NORM_Q": True} | pdl_on
+    widths = {"Q": 1536, "C": 512, "R": 64, "BLOCK_Q": 2048, "NORM_Q": True, "ROW": 0} | pdl_on
+    to_bytes = {"ROW": kv_rows.K25_ROW_BYTES} if capability >= kv_rows.LEAST_CAPABILITY else {}
     heads = {"H": 8, "N": 128, "R": 64, "C": 512, "BLOCK_C": 64} | pdl_on
     turned = {"q_ptr": "*bf16", "angles_ptr": "*fp32"} | dict.fromkeys(("H", "WIDTH", "N"), "i32")
     return [
         ("latents", latents_kernel, latent, widths | {"PARTS": 8}, {"num_warps": LATENT_WARPS}),
+        ("latents to bytes", latents_kernel, latent | dict.fromkeys(("cache_ptr",) if to_bytes else (), "*u8"),
+         widths | {"PARTS": 8} | to_bytes, {"num_warps": LATENT_WARPS}),
         ("latents of keys alone", latents_kernel, latent,
          widths | {"Q": 0, "BLOCK_Q": 1, "NORM_Q": False, "PARTS": 16}, {"num_warps": LATENT_WARPS}),
         *(

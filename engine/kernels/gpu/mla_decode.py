@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu import mla_decode_hopper
+from engine.kernels.gpu import kv_rows, mla_decode_hopper
+from engine.kernels.gpu.kv_rows import from_e4m3, rope_at, scale_at
 from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.mla_merge import combine, merge_cases, split_size, up_project
 from engine.kernels.gpu.pdl import launch_options, wait
@@ -70,15 +71,21 @@ def _num_units(query_len, seq_len, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.const
 
 
 @triton.jit
-def _tile(latent_KC, rope_KR, q_RC, q_RR, acc_CR, top, denominator, visible, scale_log2):
-    """One tile of keys: online softmax in powers of two."""
+def _tile(
+    latent_KC, rope_KR, row_scale_K, q_RC, q_RR, acc_CR, top, denominator, visible, scale_log2, SCALED: tl.constexpr
+):
+    """One tile of keys: online softmax in powers of two. SCALED: keys and values are row_scale times the tile's."""
     scores = tl.dot(latent_KC, tl.trans(q_RC))
     scores = tl.dot(rope_KR, tl.trans(q_RR), scores)
+    if SCALED:
+        scores = scores * row_scale_K[:, None]
     scores = tl.where(visible, scores * scale_log2, -1e30)
     new_top = tl.maximum(top, tl.max(scores, 0))
     probs = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
     denominator = denominator * shrink + tl.sum(probs, 0)
+    if SCALED:
+        probs = probs * row_scale_K[:, None]
     acc_CR = tl.dot(tl.trans(latent_KC), probs.to(latent_KC.dtype), acc_CR * shrink[None, :])
     return acc_CR, new_top, denominator
 
@@ -105,6 +112,7 @@ def _attend(
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
+    ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (p, r) takes units p, p + programs, ... of all requests' splits and rows r * ROWS... of their queries."""
@@ -150,13 +158,22 @@ def _attend(
             stop = tl.minimum(stop, (split + 1) * size)
             for t in tl.range(split * size, stop, TOKENS, num_stages=STAGES):
                 page = tl.load(table_row + t // PAGE).to(tl.int64)
-                key_rows = cache_ptr + page * (PAGE * (C + R)) + (t % PAGE + tokens) * (C + R)
+                width: tl.constexpr = ROW if ROW else C + R
+                key_rows = cache_ptr + page * (PAGE * width) + (t % PAGE + tokens) * width
                 written = (t + tokens < seq_len)[:, None]
-                latent_KC = tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0)
-                rope_KR = tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0)
+                if ROW:
+                    bits_KC = tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0)
+                    latent_KC = from_e4m3(bits_KC, q_RC.dtype)
+                    at_KR = rope_at(key_rows, C)[:, None] + tl.arange(0, R)[None, :]
+                    rope_KR = tl.load(at_KR, mask=written, other=0.0).to(q_RC.dtype)
+                    row_scale_K = tl.load(scale_at(key_rows, C, R), mask=t + tokens < seq_len, other=0.0)
+                else:
+                    latent_KC = tl.load(key_rows[:, None] + columns[None, :], mask=written, other=0.0)
+                    rope_KR = tl.load(key_rows[:, None] + rope_columns[None, :], mask=written, other=0.0)
+                    row_scale_K = 1.0
                 visible = (t + tokens)[:, None] < row_lens[None, :]
                 acc_CR, top, denominator = _tile(
-                    latent_KC, rope_KR, q_RC, q_RR, acc_CR, top, denominator, visible, scale_log2
+                    latent_KC, rope_KR, row_scale_K, q_RC, q_RR, acc_CR, top, denominator, visible, scale_log2, ROW > 0
                 )
             out_RC = tl.trans(acc_CR / denominator[None, :])
             places = (first_row.to(tl.int64) * H + rows) * MAX_SPLITS + split
@@ -194,7 +211,8 @@ def mla_decode(
 ) -> torch.Tensor:
     """Attention of each request's last query tokens over its cached keys, then W_UV. Returns [T, H, V] like q_THX.
 
-    q_THX: [T, H, C + R], absorbed and roped, contiguous; cache: [blocks, page, C + R], contiguous; block_table_NB:
+    q_THX: [T, H, C + R], absorbed and roped, contiguous; cache: [blocks, page, W], contiguous, rows of either layout in
+    kv_layout, with the same bits whether it holds numbers or the bytes that they are read from; block_table_NB:
     int32 or int64; query_starts_N1, seq_lens_N: int32, seq_lens_N 0 for a padding request, whose rows give zeros, as do
     rows beyond the last start. Query i of a request sees keys up to its own position. max_query_len: a bound, 1 to 16.
     w_v_HVC: rows of C contiguous numbers. Raises ValueError for other lengths.
@@ -204,7 +222,8 @@ def mla_decode(
     config = config or _tuned(q_THX.device)
     tokens, heads, width = q_THX.shape
     latent, page, requests = w_v_HVC.shape[2], cache.shape[1], seq_lens_N.shape[0]
-    if width != cache.shape[2] or not q_THX.is_contiguous() or not cache.is_contiguous() or w_v_HVC.stride(2) != 1:
+    row = kv_rows.row_bytes(cache, latent, width - latent)
+    if not q_THX.is_contiguous() or not cache.is_contiguous() or w_v_HVC.stride(2) != 1:
         raise ValueError("queries, cache and W_UV must be contiguous rows of one width; make them so before the call")
     options = launch_options(q_THX.device)
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": _power_of_two(requests, 32)}
@@ -221,7 +240,7 @@ def mla_decode(
     if hopper:
         mla_decode_hopper.launch(grid, q_THX, cache, arguments, constants, options)
     else:
-        tile = {"PAGE": page, "TOKENS": min(config.tokens, page), "STAGES": config.stages}
+        tile = {"PAGE": page, "TOKENS": min(config.tokens, page), "STAGES": config.stages, "ROW": row}
         _attend[grid](q_THX, cache, *arguments, **constants, **tile, num_warps=config.warps, **options)
     latent_THC = combine(partial, lse, query_starts_N1, seq_lens_N, splits, config.columns)
     return up_project(latent_THC, w_v_HVC, config.values)
@@ -238,15 +257,17 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
     config = config or config_for(capability)
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": 64}
     splits["PDL"] = capability >= (9, 0)
-    cases = []
+    cases, has_bytes = [], capability >= kv_rows.LEAST_CAPABILITY
     for heads, query_len in ((8, 1), (8, 2), (8, 4), (64, 4)):
         rows = min(_power_of_two(heads * query_len, 8 if config.hopper else 16), config.max_rows)
         constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows} | splits
         name = f"attend {heads}x{query_len}"
         if config.hopper:
-            cases.append(mla_decode_hopper.compile_case(name, ATTEND_SIGNATURE, constants))
+            for kind, in_bytes in (("bf16", False), ("fp8", True)):
+                cases.append(mla_decode_hopper.compile_case(f"{name} {kind}", ATTEND_SIGNATURE, constants, in_bytes))
             continue
         constants |= {"PAGE": 64, "TOKENS": config.tokens, "STAGES": config.stages}
-        signature = ATTEND_SIGNATURE | {"cache_ptr": "*bf16"}
-        cases.append((name, _attend, signature, constants, {"num_warps": config.warps}))
+        for row, kind in ((0, "*bf16"), (kv_rows.K25_ROW_BYTES, "*u8"))[: 2 if has_bytes else 1]:
+            signature = ATTEND_SIGNATURE | {"cache_ptr": kind}
+            cases.append((f"{name} {kind}", _attend, signature, constants | {"ROW": row}, {"num_warps": config.warps}))
     return cases + merge_cases(splits, config.columns, config.values)

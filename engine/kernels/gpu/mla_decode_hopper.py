@@ -3,6 +3,9 @@
 What Triton's own pipeliner does not give: two or three tiles of a page fill shared memory, so the next load must start
 as soon as a tile is used up, and go on over the borders of units, while the sums of a unit are written out. Sums go out
 straight from registers: what room a transposition would take is the third tile's.
+
+Rows of bytes (kv_rows) come into the ring as they are. Each tile is widened to bfloat16 in room of its own, which frees
+its slot before the sums; a row's scale multiplies its scores and weights.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ SPECIALIZATION = {
     "do_not_specialize_on_alignment": ["table_ptr", "starts_ptr", "lens_ptr"],
 }
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+BYTES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+SCALE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+SCALE_COLUMNS = 4  # 16 bytes, the fewest that a load takes; the scale is the first of them
 
 
 @gluon.jit
@@ -62,12 +68,54 @@ def _describe(unit, ends, units, lens, first_rows, query_lens, requests, MIN_SPL
 
 
 @gluon.jit
-def _issue(latent_desc, rope_desc, row, latent_ring, rope_ring, bars, k, C: gl.constexpr, STAGES: gl.constexpr):
-    """Starts the loads of a tile into slot k of the ring."""
+def _issue(
+    latent_desc, rope_desc, scale_desc, row, latent_ring, rope_ring, scale_ring, bars, k, C: gl.constexpr,
+    R: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Starts the loads of a tile into slot k of the ring. Columns count elements of their parts' types."""
     bar = bars.index(k % STAGES)
-    mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(latent_desc, [row, 0], bar, latent_ring.index(k % STAGES))
-    tma.async_copy_global_to_shared(rope_desc, [row, C], bar, rope_ring.index(k % STAGES))
+    if BYTES:
+        mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(latent_desc, [row, 0], bar, latent_ring.index(k % STAGES))
+        tma.async_copy_global_to_shared(rope_desc, [row, C // 2], bar, rope_ring.index(k % STAGES))
+        tma.async_copy_global_to_shared(scale_desc, [row, (C + 2 * R) // 4], bar, scale_ring.index(k % STAGES))
+    else:
+        mbarrier.expect(bar, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(latent_desc, [row, 0], bar, latent_ring.index(k % STAGES))
+        tma.async_copy_global_to_shared(rope_desc, [row, C], bar, rope_ring.index(k % STAGES))
+
+
+# Four float8_e4m3fn to bfloat16: their bits moved to where the wider type has them, times 2^120 for its exponent's
+# bias. The compiler's own conversion goes by way of float16, one number at a time. NaN is not known here: a row that
+# has one has it for a scale too.
+_TO_BFLOAT16 = gl.constexpr(
+    """{
+    .reg .b32 a, b, c, d, bias;
+    mov.b32 bias, 0x7b807b80;
+    prmt.b32 a, 0, $2, 0x5140;
+    prmt.b32 b, 0, $2, 0x7160;
+    and.b32 c, a, 0x7f007f00;
+    and.b32 d, b, 0x7f007f00;
+    shr.b32 c, c, 4;
+    shr.b32 d, d, 4;
+    mul.bf16x2 c, c, bias;
+    mul.bf16x2 d, d, bias;
+    lop3.b32 $0, a, 0x80008000, c, 0xea;
+    lop3.b32 $1, b, 0x80008000, d, 0xea;
+    }"""
+)
+
+
+@gluon.jit
+def _widen(narrow, wide, C: gl.constexpr):
+    """A tile of float8_e4m3fn as bfloat16, ready for the tensor cores."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    for i in gl.static_range(C // 128):
+        values = narrow.slice(i * 128, 128, dim=1).load(layout)
+        values = gl.inline_asm_elementwise(_TO_BFLOAT16, "=r,=r,r", [values], wide.dtype, True, 4)
+        wide.slice(i * 128, 128, dim=1).store(values)
+    fence_async_shared()
+    _barrier()
 
 
 @gluon.jit
@@ -119,6 +167,7 @@ def _attend(
     q_rope_desc,
     latent_desc,
     rope_desc,
+    scale_desc,
     table_ptr,
     starts_ptr,
     lens_ptr,
@@ -132,6 +181,7 @@ def _attend(
     R: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    BYTES: gl.constexpr,
     MIN_SPLIT: gl.constexpr,
     MAX_SPLITS: gl.constexpr,
     REQUESTS: gl.constexpr,
@@ -148,8 +198,12 @@ def _attend(
     sum_row_layout: gl.constexpr = gl.SliceLayout(0, sum_mma)
     each: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [4 * groups], [0])
     probs_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    dtype: gl.constexpr = latent_desc.dtype
-    latent_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, C], latent_desc.layout)
+    dtype: gl.constexpr = q_latent_desc.dtype
+    latent_ring = gl.allocate_shared_memory(latent_desc.dtype, [STAGES, 64, C], latent_desc.layout)
+    scale_ring = None
+    if BYTES:
+        scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 64, 4], scale_desc.layout)
+        wide = gl.allocate_shared_memory(dtype, [64, C], q_latent_desc.layout)
     rope_ring = gl.allocate_shared_memory(dtype, [STAGES, 64, R], rope_desc.layout)
     q_latent = gl.allocate_shared_memory(dtype, [ROWS, C], q_latent_desc.layout)
     q_rope = gl.allocate_shared_memory(dtype, [ROWS, R], q_rope_desc.layout)
@@ -185,7 +239,10 @@ def _attend(
     page = gl.load(table_ptr + ahead_table + ahead_token // 64, mask=ahead < total, other=0).to(gl.int32)
     issued = 0
     while (issued < STAGES) & (ahead < total) & (ahead_token + 64 <= new_from):
-        _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
+        _issue(
+            latent_desc, rope_desc, scale_desc, page * 64, latent_ring, rope_ring, scale_ring, bars, issued, C, R,
+            BYTES, STAGES,
+        )  # fmt: skip
         issued += 1
         ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
             True, ahead, ahead_token, ahead_stop, ahead_table, new_from, page, table_ptr, table_stride, total, ends,
@@ -196,7 +253,10 @@ def _attend(
     if unit < total:
         _issue_q(q_latent_desc, q_rope_desc, first_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
     while (issued < STAGES) & (ahead < total):
-        _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, issued, C, STAGES)
+        _issue(
+            latent_desc, rope_desc, scale_desc, page * 64, latent_ring, rope_ring, scale_ring, bars, issued, C, R,
+            BYTES, STAGES,
+        )  # fmt: skip
         issued += 1
         ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
             True, ahead, ahead_token, ahead_stop, ahead_table, new_from, page, table_ptr, table_stride, total, ends,
@@ -219,6 +279,11 @@ def _attend(
             latent = latent_ring.index(used % STAGES)
             rope = rope_ring.index(used % STAGES)
             mbarrier.wait(bars.index(used % STAGES), (used // STAGES) & 1)
+            if BYTES:
+                _widen(latent, wide, C)
+                latent = wide
+                scale_K1 = scale_ring.index(used % STAGES).slice(0, 1, dim=1).load(mma)
+                scale_K1 = gl.where(gl.expand_dims(token + keys, 1) < seq_len, scale_K1, 0.0)
             if token + 64 > seq_len:
                 _clear(latent, seq_len - token, C)
             scores = gl.zeros([64, ROWS], gl.float32, layout=mma)
@@ -231,12 +296,16 @@ def _attend(
             )  # fmt: skip
             scores = warpgroup_mma_wait(0, deps=(scores,))
             visible = gl.expand_dims(token + keys, 1) < gl.expand_dims(row_lens, 0)
+            if BYTES:
+                scores = scores * scale_K1
             scores = gl.where(visible, scores * scale_log2, -1e30)
             new_top = gl.maximum(top, gl.max(scores, 0))
             probs = gl.exp2(scores - gl.expand_dims(new_top, 0))
             shrink = gl.exp2(top - new_top)
             top = new_top
             sums = sums * gl.expand_dims(shrink, 0) + probs
+            if BYTES:
+                probs = probs * scale_K1
             probs_tile.permute((1, 0)).store(probs.to(dtype))
             acc = acc * gl.expand_dims(gl.convert_layout(shrink, sum_row_layout), 0)
             fence_async_shared()
@@ -245,11 +314,19 @@ def _attend(
                 next_n = gl.sum((ends <= unit + gl.num_programs(0)).to(gl.int32), 0)
                 next_row = gl.sum(gl.where(requests == next_n, first_rows, 0), 0)
                 _issue_q(q_latent_desc, q_rope_desc, next_row * H + first_of_tile, q_latent, q_rope, q_bar, C)
+            if BYTES and ahead < total:  # the slot has been free since its tile was widened and scored
+                _issue(
+                    latent_desc, rope_desc, scale_desc, page * 64, latent_ring, rope_ring, scale_ring, bars, used, C, R,
+                    BYTES, STAGES,
+                )  # fmt: skip
             acc = warpgroup_mma(latent.permute((1, 0)), probs_tile.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             _barrier()
-            if ahead < total:  # the slot is free: its next tile starts at once, before a unit's end is dealt with
-                _issue(latent_desc, rope_desc, page * 64, latent_ring, rope_ring, bars, used, C, STAGES)
+            if not BYTES and ahead < total:  # the slot is free: its next tile starts at once, before a unit's end
+                _issue(
+                    latent_desc, rope_desc, scale_desc, page * 64, latent_ring, rope_ring, scale_ring, bars, used, C, R,
+                    BYTES, STAGES,
+                )  # fmt: skip
             used += 1
             token += 64
         place = first_row.to(gl.int64) * H
@@ -270,8 +347,10 @@ def _attend(
         gl.store(at + columns, out, mask=gl.expand_dims(sum_wanted, 0))
 
 
-def _resources(rows: int) -> tuple[int, int]:
+def _resources(rows: int, in_bytes: bool) -> tuple[int, int]:
     """(tiles in flight, warps): what shared memory and registers leave room for."""
+    if in_bytes:
+        return (3 if rows <= 16 else 2), (8 if rows >= 16 else 4)
     return (3 if rows <= 8 else 2), (8 if rows >= 32 else 4)
 
 
@@ -279,21 +358,41 @@ def launch(
     grid: tuple[int, int], q_THX: torch.Tensor, cache: torch.Tensor, arguments: tuple, constants: dict, options: dict
 ) -> None:
     """Launches on `arguments` from block_table_NB to the scale, as mla_decode passes them to its own kernel."""
-    sources = [
-        TensorDescriptor.from_tensor(rows_LX, [height, constants[width]], TILE_LAYOUT)
-        for rows_LX, height in ((q_THX.flatten(0, 1), constants["ROWS"]), (cache.flatten(0, 1), TOKENS))
-        for width in ("C", "R")
+    in_bytes, rows_LW = cache.dtype == torch.uint8, cache.flatten(0, 1)
+    views = [rows_LW, rows_LW, None]
+    if in_bytes:
+        views = [rows_LW.view(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32)]
+    sources = [q_THX.flatten(0, 1)] * 2 + views
+    tiles = _tiles(constants, in_bytes)
+    described = [
+        view if view is None else TensorDescriptor.from_tensor(view, *tile)
+        for view, tile in zip(sources, tiles, strict=True)
     ]
-    stages, warps = _resources(constants["ROWS"])
-    _attend[grid](*sources, *arguments, **constants | {"STAGES": stages}, **options, num_warps=warps)
+    stages, warps = _resources(constants["ROWS"], in_bytes)
+    _attend[grid](
+        *described, *arguments, **constants | {"STAGES": stages, "BYTES": in_bytes}, **options, num_warps=warps
+    )
 
 
-def compile_case(name: str, signature: dict, constants: dict) -> tuple:
+def _tiles(constants: dict, in_bytes: bool) -> list[tuple]:
+    """(shape, layout) of a tile of queries, of their roped part, of latents, roped keys and scales."""
+    queries = [([constants["ROWS"], constants[width]], TILE_LAYOUT) for width in ("C", "R")]
+    latents = ([TOKENS, constants["C"]], BYTES_LAYOUT if in_bytes else TILE_LAYOUT)
+    return [*queries, latents, ([TOKENS, constants["R"]], TILE_LAYOUT), ([TOKENS, SCALE_COLUMNS], SCALE_LAYOUT)]
+
+
+def compile_case(name: str, signature: dict, constants: dict, in_bytes: bool) -> tuple:
     """One entry of mla_decode.compile_cases; the kernel's own source class is Gluon's."""
-    names = ("q_latent_desc", "q_rope_desc", "latent_desc", "rope_desc")
-    shapes = [(height, constants[width]) for height in (constants["ROWS"], TOKENS) for width in ("C", "R")]
-    sources = [f"tensordesc<bf16[{height},{width}],{TILE_LAYOUT!r}>" for height, width in shapes]
+    kinds = {"q_latent_desc": "bf16", "q_rope_desc": "bf16", "latent_desc": "fp8e4nv" if in_bytes else "bf16"}
+    kinds |= {"rope_desc": "bf16", "scale_desc": "fp32"}
+    sources = {
+        argument: f"tensordesc<{kind}[{shape[0]},{shape[1]}],{layout!r}>"
+        for (argument, kind), (shape, layout) in zip(kinds.items(), _tiles(constants, in_bytes), strict=True)
+    }
+    stages, warps = _resources(constants["ROWS"], in_bytes)
+    constants = constants | {"STAGES": stages, "BYTES": in_bytes}
+    if not in_bytes:
+        del sources["scale_desc"]
+        constants["scale_desc"] = None
     signature = {key: value for key, value in signature.items() if key != "q_ptr"}
-    stages, warps = _resources(constants["ROWS"])
-    constants = constants | {"STAGES": stages}
-    return name, _attend, signature | dict(zip(names, sources, strict=True)), constants, {"num_warps": warps}
+    return name, _attend, signature | sources, constants, {"num_warps": warps}

@@ -193,10 +193,10 @@ def test_attention_over_a_paged_cache_equals_the_naive_form(name, seq_lens, quer
 
 def test_store_writes_its_slots_and_nothing_else():
     cache, rows = torch.full((3, BLOCK, 6), 7.0), rand(2, 6)
-    reference.store_latent(cache, rows, torch.tensor([BLOCK + 1, 2 * BLOCK]))
+    stored = reference.store_latent(cache, rows, torch.tensor([BLOCK + 1, 2 * BLOCK]), 4)
     expected = torch.full((3, BLOCK, 6), 7.0)
     expected[1, 1], expected[2, 0] = rows
-    assert torch.equal(cache, expected)
+    assert torch.equal(cache, expected) and torch.equal(stored, rows)
 
 
 def test_naive_attention_of_the_last_queries():

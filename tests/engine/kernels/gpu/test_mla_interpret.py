@@ -103,6 +103,25 @@ def test_many_query_heads_take_several_row_tiles(monkeypatch):
     assert relative_error(decode(case, monkeypatch), expected_decode(case, SCALE)) < 8e-3
 
 
+@interpreted
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [([1], [1]), ([1, 4, 3, 1], [64, 258, 0, 15])])
+def test_decode_over_bytes_is_decode_over_what_they_hold(query_lens, seq_lens, monkeypatch):
+    in_bytes, in_numbers = decode_case(query_lens, seq_lens, heads=2, **SMALL).in_bytes()
+    got = decode(in_bytes, monkeypatch)
+    assert relative_error(got, decode(in_numbers, monkeypatch)) < 1e-3
+    assert relative_error(got, expected_decode(in_numbers, SCALE)) < 8e-3
+
+
+@interpreted
+def test_a_cache_of_another_width_is_refused():
+    from engine.kernels.gpu.mla_decode import mla_decode
+
+    in_bytes, _ = decode_case([1], [9], heads=2, **SMALL).in_bytes()
+    in_bytes.cache = torch.cat([in_bytes.cache, in_bytes.cache], dim=2)
+    with pytest.raises(ValueError, match="does not hold 32 \\+ 16 numbers"):
+        mla_decode(*in_bytes.arguments(SCALE))
+
+
 def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
     """(q, the chunks' rows, cache with what comes before them, batch, kv_b) of 2 heads, nope 16, rope 16, latent 32."""
     case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
@@ -132,6 +151,41 @@ def test_chunks_over_their_context(query_lens, seq_lens, tma, monkeypatch):
         q.float(), rows.float(), cache.float(), batch.block_table_NB, query_lens, seq_lens, SCALE, kv_b.float()
     )
     assert got.dtype == q.dtype and relative_error(got, expected) < 4e-3
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"), [([17, 65], [17, 65]), ([33, 20], [33 + 48, 20 + 7]), ([20, 18], [20, 18 + 70])]
+)
+def test_chunks_over_a_context_in_bytes(query_lens, seq_lens):
+    """As over the numbers that they hold, to the bit."""
+    from engine.attention.triton import TritonAttention
+
+    case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
+    _, rows, _, batch, kv_b = chunk_case(query_lens, seq_lens)
+    q, backend = case.q_THX[..., :32].contiguous(), TritonAttention(context_tokens=32)
+    got, expected = (backend.prefill(q, rows, half.cache, batch, SCALE, kv_b) for half in case.in_bytes())
+    assert torch.equal(got, expected) and got.isfinite().all()
+
+
+@interpreted
+def test_the_layer_over_bytes_reads_what_it_wrote():
+    """Chunks then decode, layer over Triton and over the reference, each on a cache of bytes that it fills itself."""
+    mla = build("true heads", 24)
+    rotary = RotaryEmbedding(64, RopeParameters(10000.0), torch.device("cpu"), ReferenceKernels())
+    generator = torch.Generator().manual_seed(3)
+    steps = [[(0, 0, 17), (1, 0, 3)], [(0, 17, 34)], [(0, 34, 35), (1, 3, 5)]]
+    table = [[5, 1, 3, 2, 6, 4, 7, 8, 9, 10], [11, 12]]
+    caches = {name: torch.zeros(18, 4, 656, dtype=torch.uint8) for name in ("reference", "triton")}
+    for chunks in steps:
+        batch = batch_of(table, chunks)
+        x = torch.randn(len(batch.positions_T), 32, generator=generator)
+        results = {}
+        for name, cache in caches.items():
+            with torch.inference_mode():
+                results[name] = mla(x, rotary(batch.positions_T), cache, batch, ATTENTION_BACKENDS[name]())
+        assert relative_error(results["triton"], results["reference"]) < 1e-4
+    assert torch.equal(caches["triton"], caches["reference"])
 
 
 @interpreted

@@ -71,6 +71,12 @@ def test_latents(rows, parts, with_query_norm):
 
 
 @interpreted
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 2), (20, 4)])
+def test_latents_into_rows_of_bytes(rows, parts):
+    small.check_latents_to_bytes(BENCH, rows, (40, 32, 16), parts)
+
+
+@interpreted
 def test_latents_of_keys_alone():
     small.check_latents(BENCH, 3, (0, 32, 16), 2, False)
 
