@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import cache_plan, rehearsal, sampling, verify
+from engine import memory, rehearsal, sampling, verify
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm import choice, meter
 from engine.comm.choice_rule import INVARIANT_ROWS
@@ -54,27 +54,29 @@ class ModelRunner:
         self.graphs: GraphRunner | None = None
         self._reads = ReadBuffers(self.max_num_seqs, self.num_guesses, parallel.device)
         rehearsal.compile_kernels(self)
-        block_bytes = cache_plan.block_bytes(config, files, self.model, self.drafter)
-        budget = self._cache_bytes()
-        fitting = agree_on_minimum(budget // block_bytes, parallel)
-        self.max_model_len, self.num_blocks = cache_plan.plan(config, files, block_bytes, budget, fitting)
+        recorder = self._recorder()
+        self._gauge = memory.GpuGauge(parallel.device) if self.overlaps else None
+        use = None if self._gauge is None else memory.measure(self, self._gauge, recorder)
+        self.limits = memory.settle(self, files, use)
+        self.max_model_len, self.num_blocks = self.limits.longest, self.limits.num_blocks
         self.hold_caches(self.num_blocks)
+        if recorder is not None:
+            self.capture(recorder)
         logger.info(
-            "%s experts over %s, attention %s, %d KV blocks of %d tokens, longest request %d tokens",
+            "%s experts over %s, attention %s; %s",
             f"ep={parallel.ep}",
             self.dispatchers.name,
             self.model.backend.name,
-            self.num_blocks - 1,
-            BLOCK_SIZE,
-            self.max_model_len,
+            self.limits.sentence(),
         )
-        self._prepare_graphs()
         if self.num_guesses and self.verifiable(1) == [0]:
             logger.warning("no step has room for a guess: the draft is of no use; raise max_num_batched_tokens.")
         self.prefill_times = rehearsal.prefill_times(self) if self.overlaps and config.longest_step is not None else []
         parallel.meter.clear()
         if self.model.expert_counts is not None:
             self.model.expert_counts.zero_()
+        if self._gauge is not None:
+            self._gauge.keep_free(use.margin // 2)
 
     def _operations(self) -> tuple[Any, Any]:
         """The modules of `greedy`, `draw` and of `verify_rows`, `accept`, `next_place`: kernels, or plain twins."""
@@ -125,14 +127,15 @@ class ModelRunner:
         sizes = choice.measured_sizes(bucket_sizes(self.max_num_seqs), limits.max_tokens)
         return choice.DispatcherChoice(self.config.moe_comm, self.parallel, limits, sizes, self.config.comm_cache)
 
-    def _prepare_graphs(self) -> None:
+    def _recorder(self) -> Recorder | None:
+        """None where no graph can be captured, or none is wanted."""
         if self.config.enforce_eager or not self.overlaps:
-            return
+            return None
         obstacle = self.capture_obstacle()
         if obstacle is None:
-            self.capture(CudaRecorder(self.parallel.device))
-        else:
-            logger.info("no CUDA graphs: the %s in use reads numbers on the host", obstacle)
+            return CudaRecorder(self.parallel.device)
+        logger.info("no CUDA graphs: the %s in use reads numbers on the host", obstacle)
+        return None
 
     def capture_obstacle(self) -> str | None:
         parts = {"dispatcher": self.dispatchers} | self.model.step_parts
@@ -295,6 +298,8 @@ class ModelRunner:
     def close(self) -> None:
         """Every rank calls it after its last step."""
         self.drop_graphs()
+        if self._gauge is not None:
+            self._gauge.keep_nothing_free()
         self.dispatchers.close()
         if self.draft_dispatcher is not None:
             self.draft_dispatcher.close()
@@ -317,15 +322,6 @@ class ModelRunner:
 
     def drop_caches(self) -> None:
         self.caches = self.sampled_step.cache = None
-
-    def _cache_bytes(self) -> int:
-        known = cache_plan.known_bytes(self.config)
-        return rehearsal.free_gpu_bytes(self) - self._graph_bytes() if known is None else known
-
-    def _graph_bytes(self) -> int:
-        """Left free for graphs, which are captured last, since they hold the cache's address: all they may take."""
-        without = self.config.enforce_eager or self.capture_obstacle() is not None
-        return 0 if without else int(self.config.graph_memory_gb * 2**30)
 
 
 def _looks_at_logits(request: Request) -> bool:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm.collectives import agree_on_minimum
 from engine.log import logger
-from engine.request import Request, SamplingParams
+from engine.request import MAX_LOGPROBS, Request, SamplingParams
 from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
-GPU_MEMORY_SHARE = 0.90
 _SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
 _TIMED = ((128, 0), (512, 0), (2048, 0), (512, 16384))  # tokens and context of the steps that are timed at start
 _TIMED_STEPS = 4  # of each
+_SHORT_TOKENS = 16  # of a request that attention takes in the absorbed form
+_FAR_TOKENS = 32768  # attention takes a context in pieces smaller than this, so more of it takes no more memory
+_SCORED = SamplingParams(top_p=0.9, top_k=100, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+_SHAPED = replace(_SCORED, repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0})
 
 
 def compile_kernels(runner: Any) -> None:
@@ -42,8 +46,13 @@ def compile_kernels(runner: Any) -> None:
     logger.info("%d kernels in %.1f s, %d of them compiled", len(launches), time.monotonic() - started, count)
 
 
+def most_positions(runner: Any) -> int:
+    return runner.model_config.max_position_embeddings
+
+
 def _most_tokens(runner: Any) -> int:
-    return min(runner.config.max_num_batched_tokens, runner.model_config.max_position_embeddings)
+    """Of one request in a step."""
+    return min(runner.config.max_num_batched_tokens, most_positions(runner))
 
 
 @torch.inference_mode()
@@ -52,6 +61,10 @@ def _dry_run(runner: Any) -> None:
     most = _most_tokens(runner)
     for num_tokens, context in ((most, 0), (min(most, _SOME_TOKENS), 0), (min(most, 2 * BLOCK_SIZE), BLOCK_SIZE)):
         run_alone(runner, num_tokens, min(context, num_tokens - 1))
+    runner.hold_caches(2)
+    for _, output in largest_steps(runner):
+        runner.execute(output)
+    runner.drop_caches()
     if runner.capture_obstacle() is None:
         runner.hold_caches(2)
         runner.max_model_len = BLOCK_SIZE
@@ -63,15 +76,57 @@ def _dry_run(runner: Any) -> None:
         runner.drop_caches()
 
 
-def free_gpu_bytes(runner: Any) -> int:
-    """What weights and the largest step leave of this GPU's share, measured by running that step once."""
-    device = runner.parallel.device
-    torch.cuda.reset_peak_memory_stats(device)
-    run_alone(runner, _most_tokens(runner))
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return int(free + idle - (1 - GPU_MEMORY_SHARE) * total)
+class Part(NamedTuple):
+    """One request of a rehearsed step: `num_tokens` of its tokens, and guesses after them, behind `context` others."""
+
+    num_tokens: int
+    context: int = 0
+    num_guesses: int = 0
+
+
+def largest_steps(runner: Any) -> Iterator[tuple[str, SchedulerOutput]]:
+    """A step of each kind that may take the most memory, with its name, for a cache of at least 2 blocks: of the most
+    tokens, with all logprobs and filters. All blocks of all requests are block 1: what comes out means nothing.
+
+    Memory differs by kind: a fresh prompt has the widest layers, one behind a long context expands that in pieces, many
+    short ones have partial sums of attention and the most logits, decodes the draft's rows. One kind's peak may lie in
+    attention and another's at the logits, so the largest of all counts."""
+    most, seqs, guesses = _most_tokens(runner), runner.max_num_seqs, runner.num_guesses
+    longest = min(runner.config.max_model_len or most_positions(runner), most_positions(runner))
+    room = max(longest - 1 - 2 * guesses, 1)
+    chunk = min(most, room)
+    far = max(min(_FAR_TOKENS, room) - chunk, 0)
+    yield "a fresh prompt", _step(runner, [Part(chunk)])
+    yield "the end of the longest prompt", _step(runner, [Part(chunk, room - chunk)])
+    decodes = min(seqs, max(most // (1 + guesses), 1))
+    fitting = min(guesses, most - 1)
+    context = max(min(_FAR_TOKENS, room) - 1, 0)
+    yield f"{decodes} decodes", _step(runner, [Part(1, context, fitting)] * decodes)
+    short = min(_SHORT_TOKENS, max(most // seqs, 1), room)
+    burst = [Part(1, context, min(guesses, short - 1)), *[Part(short, far)] * (seqs - 2)][: seqs - 1]
+    left = most - sum(part.num_tokens + part.num_guesses for part in burst)
+    yield f"{seqs} requests at once", _step(runner, [*burst, Part(min(left, chunk), far)])
+
+
+def _step(runner: Any, parts: list[Part]) -> SchedulerOutput:
+    """The last request shapes its logits; one at a time does, so that more of them take no more."""
+    items = []
+    for index, part in enumerate(parts):
+        length = part.context + part.num_tokens
+        blocks = [1] * -(-(length + 2 * runner.num_guesses) // BLOCK_SIZE)
+        params = _SHAPED if index == len(parts) - 1 else _SCORED
+        request = Request(
+            f"rehearsed-{index}",
+            [0] * length,
+            params,
+            seed=index,
+            max_tokens=1 + runner.num_guesses,
+            num_computed_tokens=part.context,
+            block_ids=blocks,
+            guess_ids=[0] * part.num_guesses,
+        )
+        items.append(ScheduledRequest.next_of(request, part.num_tokens, part.num_guesses))
+    return SchedulerOutput(items, plan=GuessPlan(runner.num_guesses, runner.num_guesses))
 
 
 def prefill_times(runner: Any, sizes: Sequence[tuple[int, int]] = _TIMED) -> list[tuple[int, int, float]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.bench.roofline import ShareSizes
+from engine.cache_plan import margin_bytes
 from engine.config import EngineConfig
-from engine.rehearsal import GPU_MEMORY_SHARE
 
 WORKSPACE_BYTES = 2 * 10**9
 """Activations of the largest step, the library's own buffers and the context: an allowance, not a count."""
@@ -37,8 +37,8 @@ class MemorySum:
         )
         if self.cache <= 0:
             return (
-                f"A rank needs {parts} for a step, more than {GPU_MEMORY_SHARE:.0%} of its {self.total / 1e9:.0f} GB: "
-                "the model does not fit; use more ranks."
+                f"A rank needs {parts} for a step, more than its {self.total / 1e9:.0f} GB less "
+                f"{margin_bytes(self.total) / 1e9:.1f} kept free: the model does not fit; use more ranks."
             )
         return (
             f"A rank of {self.total / 1e9:.0f} GB holds {parts} for a step and {self.cache / 1e9:.1f} GB of cache = "
@@ -47,10 +47,10 @@ class MemorySum:
 
 
 def memory_sum(sizes: ShareSizes, total: int, graph_memory_gb: float = EngineConfig.graph_memory_gb) -> MemorySum:
-    """The sum for a rank with `total` bytes of memory, of which the engine uses GPU_MEMORY_SHARE.
+    """The sum for a rank with `total` bytes of memory, of which the engine keeps `margin_bytes` free.
 
     Weights as the checkpoint stores them (experts INT4 where it has them so), embedding and head sharded.
     """
     graphs, weights = int(graph_memory_gb * 2**30), sizes.total_bytes()
-    cache = GPU_MEMORY_SHARE * total - weights - graphs - WORKSPACE_BYTES
+    cache = total - margin_bytes(total) - weights - graphs - WORKSPACE_BYTES
     return MemorySum(total, weights, graphs, WORKSPACE_BYTES, cache, sizes.kv_bytes(1))
