@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import memory, rehearsal, sampling, verify
+from engine import cache_plan, memory, rehearsal, sampling, verify
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm import choice, meter
 from engine.comm.choice_rule import INVARIANT_ROWS
