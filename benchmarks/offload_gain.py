@@ -4,10 +4,11 @@ could cost instead.
     python benchmarks/offload_gain.py --prefill-rate 20000 --json offload.json
     python benchmarks/offload_gain.py --device cpu --sessions 8 --turns 6 --layers 2      # a dry run
 
-The trace is made from a seed: sessions of agents that share a few long system prompts, whose context grows turn by turn
-with tool outputs and answers, with pauses in between. It is replayed on the engine's own block pool, with and without a
-pool of blocks on the host behind it: prompts are computed one after another at `--prefill-rate` tokens a second, answers
-beside them. Copies are timed on the device at hand, between a cache of the model's shape and pinned memory.
+The trace is made from a seed: sessions of agents that share a few long system prompts, whose context grows turn by
+turn with tool outputs and answers, with pauses in between. It is replayed on the engine's own block pool, with and
+without a pool of blocks on the host behind it: prompts are computed one after another at `--prefill-rate` tokens a
+second, answers beside them. Copies are timed on the device at hand, between a cache of the model's shape and pinned
+memory.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def run(args: argparse.Namespace) -> Report:
     rows = replays(args, restore / BLOCK_SIZE)
     recompute_ms, restore_ms = 1e6 / args.prefill_rate, restore / BLOCK_SIZE * 1e6
     notes = [
-        "Shares of all prompt tokens; computed again: had been computed and was evicted. saved: of the mean TTFT, which "
-        f"counts waiting, computing at {args.prefill_rate:.0f} tokens/s and restoring.",
-        "\nCopies of blocks, pinned memory; us a block of 61 layers; strided: each layer's piece by itself:",
+        "Shares of all prompt tokens; computed again: had been computed and was evicted. saved: of the mean TTFT, "
+        f"which counts waiting, computing at {args.prefill_rate:.0f} tokens/s and restoring.",
+        "\nCopies of blocks, pinned memory; us a block of all layers; strided: each layer's piece by itself:",
         format_table([copy.row() for copy in copies]),
         verdict(rows, restore_ms, recompute_ms, args.engine_tokens),
     ]
@@ -115,10 +116,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engine-tokens", type=int, default=750_000, help="KV tokens of the real pool, for the verdict"
     )
-    parser.add_argument("--pool-tokens", type=int, nargs="+", default=[150_000, 250_000, 500_000, 750_000])
+    parser.add_argument("--pool-tokens", type=int, nargs="+", default=[250_000, 500_000, 750_000])
     parser.add_argument("--host-gb", type=float, nargs="+", default=[32.0, 128.0], help="GiB a rank (default 32 128)")
     parser.add_argument("--sessions", type=int, nargs="+", default=[8, 24, 64], help="at a time (default 8 24 64)")
-    parser.add_argument("--turns", type=int, default=20, help="of a session, about (default 20)")
+    parser.add_argument("--turns", type=int, default=12, help="of a session, about (default 12)")
     parser.add_argument("--layers", type=int, help="of the cache that copies are timed on (default: all)")
     parser.add_argument("--copy-blocks", type=int, nargs="+", default=[1, 8, 64], help="blocks a copy (default 1 8 64)")
     parser.add_argument("--repeats", type=int, default=10)

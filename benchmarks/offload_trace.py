@@ -1,4 +1,4 @@
-"""Sessions of agents, made from a seed, replayed on the engine's block pool with a pool of blocks on the host behind it.
+"""Sessions of agents, made from a seed, replayed on the engine's block pool with a pool on the host behind it.
 
 A simulation in whole blocks and seconds of its own. Prompts are computed one after another, in the order in which they
 arrive; an answer takes its time beside them and holds the session's blocks. Then the session thinks, or its tool works.
@@ -88,7 +88,7 @@ class HostCosts:
 
 @dataclass
 class Replay:
-    """Tokens of prompts: all, found on the device, brought back, computed again though they had been computed before."""
+    """Tokens of prompts: all, found on the device, brought back, computed again though they had been before."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
