@@ -6,17 +6,19 @@ Block 0 belongs to no one: padding rows write there.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 
 class BlockPool:
     """Blocks 1..num_blocks-1. A block may be held by several; one that nobody holds any more but that has a digest can
     be found until its place is needed: the one given back longest ago goes first, and those without a digest before it.
+    on_evict(block, digest) is told of each that does.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None):
         if num_blocks < 2:
             raise ValueError(f"a KV cache needs at least 2 blocks, not {num_blocks}.")
-        self.num_blocks = num_blocks
+        self.num_blocks, self._on_evict = num_blocks, on_evict
         self._empty = deque(range(1, num_blocks))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_blocks
@@ -58,6 +60,8 @@ class BlockPool:
             block = self._empty.popleft()
         else:
             block, _ = self._idle.popitem(last=False)
+            if self._on_evict is not None:
+                self._on_evict(block, self._digests[block])
             self._forget(block)
         self._num_holders[block] = 1
         return block

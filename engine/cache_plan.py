@@ -112,6 +112,17 @@ def row_shape(config: EngineConfig, model: Any) -> tuple[int, torch.dtype]:
     return width, layout.dtype(getattr(torch, config.dtype))
 
 
+def num_host_blocks(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
+    """Blocks that each rank keeps on the host. Raises ConfigError where not even one has room there."""
+    if not config.kv_offload_gb:
+        return 0
+    size = block_bytes(config, files, model, drafter)
+    count = int(config.kv_offload_gb * GIB) // size
+    if not count:
+        raise ConfigError(f"kv_offload_gb={config.kv_offload_gb} holds no block of {size} bytes; raise it or use 0.")
+    return count
+
+
 def plan(
     config: EngineConfig,
     files: ModelFiles,

@@ -128,6 +128,8 @@ class EngineConfig:
         for name in ("expert_load", "adaptive_draft_tokens", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}.")
+        if self.kv_offload_gb and not self.enable_prefix_caching:
+            raise ConfigError("kv_offload_gb keeps cached prompts; turn enable_prefix_caching on or leave it out.")
         self._check_expert_map()
         self._check_share()
 

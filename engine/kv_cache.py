@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.block_pool import BlockPool
+from engine.host_cache import HostCache
 from engine.prefix_cache import BlockDigests
 from engine.request import Request
 
@@ -12,11 +13,20 @@ class KVCacheManager:
 
     With `enable_prefix_caching` a request takes over the blocks of an equal beginning, whoever computed them.
     `lookahead`: as in engine.prefix_cache. Blocks become findable when the step that fills them is scheduled: another
-    request may have them in the same step, since in each layer all KV is written before any is read.
+    request may have them in the same step, since in each layer all KV is written before any is read. Blocks that are
+    evicted go to num_host_blocks on the host, if there are any.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = False, lookahead: int = 0):
-        self.pool = BlockPool(num_blocks)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = False,
+        lookahead: int = 0,
+        num_host_blocks: int = 0,
+    ):
+        self.host = HostCache(num_host_blocks)
+        self.pool = BlockPool(num_blocks, self.host.save if num_host_blocks else None)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._digests = BlockDigests(block_size, lookahead)
@@ -54,11 +64,26 @@ class KVCacheManager:
         if missing > self.pool.num_free - sum(map(self.pool.is_idle, found)):
             return False
         self.pool.hold(found)
+        slots = self._find_on_host(request, len(found))  # before others' blocks push their content out
         request.block_ids = found + self.pool.take(missing)
-        request.num_named_blocks = len(found)
+        self._restore(request, len(found), slots)
+        request.num_named_blocks = len(found) + len(slots)
         self.query_tokens += self._counts(request) * request.num_tokens
-        self._skip(request, len(found) * self.block_size)
+        self._skip(request, request.num_named_blocks * self.block_size)
         return True
+
+    def _find_on_host(self, request: Request, first: int) -> list[int]:
+        """Slots of what comes after the first blocks."""
+        if not self.host.num_slots or not self._may_find(request):
+            return []
+        num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
+        return self.host.find(self._digests.of(request, num_full)[first:num_full])
+
+    def _restore(self, request: Request, first: int, slots: list[int]) -> None:
+        """What is brought back can be found at once, since it is there before the next step computes."""
+        for index, slot in enumerate(slots, start=first):
+            self.host.restore(slot, request.block_ids[index])
+            self.pool.name(request.block_ids[index], request.block_digests[index])
 
     def _find(self, request: Request) -> list[int]:
         """The blocks of the longest beginning that is there. One token at least is left to compute."""
@@ -136,3 +161,4 @@ class KVCacheManager:
     def flush(self) -> None:
         """Nothing computed so far is found any more. What requests hold stays theirs."""
         self.pool.forget_all()
+        self.host.clear()

@@ -31,6 +31,7 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
     drafter = load_draft(config, files, parallel, model)
     budget = cache_plan.known_bytes(config)
     block_bytes = cache_plan.block_bytes(config, files, model, drafter)
+    cache_plan.num_host_blocks(config, files, model, drafter)
     if budget is not None:
         cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
 

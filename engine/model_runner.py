@@ -20,6 +20,7 @@ from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
 from engine.decode_step import DecodeStep, Variant, variants
 from engine.expert_load import ExpertLoad
 from engine.graph import CudaRecorder, DecodeGraph, GraphRunner, Recorder, capture_obstacle
+from engine.host_blocks import HostBlocks
 from engine.input_batch import InputBatch
 from engine.log import logger
 from engine.model_files import ModelFiles
@@ -54,6 +55,7 @@ class ModelRunner:
         self.graphs: GraphRunner | None = None
         self._reads = ReadBuffers(self.max_num_seqs, self.num_guesses, parallel.device)
         rehearsal.compile_kernels(self)
+        self.host_blocks = self._make_host_blocks(files)
         recorder = self._recorder()
         self._gauge = memory.GpuGauge(parallel.device) if self.overlaps else None
         use = None if self._gauge is None else memory.measure(self, self._gauge, recorder)
@@ -86,6 +88,27 @@ class ModelRunner:
         from engine.kernels.gpu import verify as verify_kernels
 
         return sample, verify_kernels
+
+    def _make_host_blocks(self, files: ModelFiles) -> HostBlocks | None:
+        num_slots = cache_plan.num_host_blocks(self.config, files, self.model, self.drafter)
+        if not num_slots:
+            return None
+        width, dtype = cache_plan.row_shape(self.config, self.model)
+        parts = [((self.model_config.num_hidden_layers, BLOCK_SIZE, width), dtype)]
+        if self.drafter is not None:
+            parts.append(((BLOCK_SIZE, self.drafter.cache_width), getattr(torch, self.config.dtype)))
+        return HostBlocks(num_slots, parts, self.parallel.device)
+
+    @property
+    def num_host_blocks(self) -> int:
+        return 0 if self.host_blocks is None else self.host_blocks.num_slots
+
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        """Between device and host, as the step's plan wants it."""
+        if output.saves or output.restores:
+            caches = [self.caches.transpose(0, 1)]
+            caches += [] if self.drafter is None else [self.sampled_step.cache]
+            self.host_blocks.copy(output.saves, output.restores, caches)
 
     @property
     def gathers_expert_counts(self) -> bool:
@@ -195,6 +218,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Launches a step. Pending tokens of its requests are those of the step launched before."""
         graph = self._graph_for(output)
+        self._copy_blocks(output)
         result = ModelRunnerOutput()
         if graph is not None:
             self._replay(graph, output.scheduled, result)

@@ -32,7 +32,9 @@ class Replica:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._launched = SchedulerOutput()
         lookahead = int(runner.num_guesses > 0)  # a draft's KV depends on the token after
-        kv_cache = KVCacheManager(runner.num_blocks, BLOCK_SIZE, config.enable_prefix_caching, lookahead)
+        kv_cache = KVCacheManager(
+            runner.num_blocks, BLOCK_SIZE, config.enable_prefix_caching, lookahead, runner.num_host_blocks
+        )
         self.scheduler = Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens)
 
     def apply(self, new: list[Request], finish: list[list[Any]]) -> None:

@@ -56,12 +56,15 @@ _LINE = operator.attrgetter("rank_in_line")
 
 @dataclass
 class SchedulerOutput:
-    """`launched` once the scheduler plans as if the step had been computed."""
+    """`launched` once the scheduler plans as if the step had been computed. Before it computes, the blocks of `saves`
+    (block, slot) are copied to the host, then those of `restores` (slot, block) from there."""
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     num_preempted: int = 0
     launched: bool = False
     plan: GuessPlan = NO_GUESSES
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +160,8 @@ class Scheduler:
         if not output.num_preempted:
             self._admit(prefilling, budget)
         self._schedule_prefills(output, prefilling, budget)
+        if output.scheduled:
+            output.saves, output.restores = self.kv_cache.host.take_copies()
         return output
 
     def _schedule_decodes(self, output: SchedulerOutput, prefills_wait: bool, budget: int) -> int:

@@ -65,12 +65,15 @@ class ScheduledWorld:
         replays: bool = True,
         lookahead: int = 1,
         caching: bool = True,
+        host_blocks: int = 0,
     ):
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, max_num_batched_tokens
         self.side, self.twin = (
             Side(
                 Scheduler(
-                    KVCacheManager(num_blocks, block_size, caching, lookahead), max_num_seqs, max_num_batched_tokens
+                    KVCacheManager(num_blocks, block_size, caching, lookahead, host_blocks),
+                    max_num_seqs,
+                    max_num_batched_tokens,
                 ),
                 SimulatedDevice(block_size, token_at, replays, has_draft=lookahead > 0),
             )

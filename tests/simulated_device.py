@@ -59,6 +59,7 @@ class SimulatedDevice:
         self.block_size, self.token_of, self.replays, self.seed, self.end = block_size, token_of, replays, seed, end
         self.cache: dict[tuple[int, int], tuple] = {}
         self.draft_cache: dict[tuple[int, int], tuple] = {}
+        self.host: dict[int, list[tuple]] = {}
         self.left: dict[Request, Left] = {}
         self.num_accepted = 0
         self.has_draft = has_draft
@@ -66,6 +67,7 @@ class SimulatedDevice:
     def run(self, output: SchedulerOutput) -> Told:
         is_graph = self.replays and all(item.samples and item.num_tokens == 1 for item in output.scheduled)
         left, committed = {}, []
+        self._copy(output)
         rows = [self._rows(item, output.plan.num_verify if is_graph else None) for item in output.scheduled]
         for item, row in zip(output.scheduled, rows, strict=True):
             self._write(item.request, row)
@@ -81,6 +83,17 @@ class SimulatedDevice:
                 self.num_accepted += len(drawn) - 1
         self.left = left
         return Told(committed, [row.guesses for row in left.values()])
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        """Saves, then restores: no two of them to one place, so that they may be made in any order among themselves."""
+        assert len({slot for _, slot in output.saves}) == len(output.saves)
+        assert len({block for _, block in output.restores}) == len(output.restores)
+        caches, offsets = (self.cache, self.draft_cache), range(self.block_size)
+        for block, slot in output.saves:
+            self.host[slot] = [tuple(cache[block, offset] for offset in offsets) for cache in caches]
+        for slot, block in output.restores:
+            for cache, rows in zip(caches, self.host[slot], strict=True):
+                cache.update({(block, offset): row for offset, row in enumerate(rows)})
 
     def _root(self, item: ScheduledRequest) -> int:
         """Where the step's last token that is no guess lies."""

@@ -275,13 +275,14 @@ def test_penalties_and_logprobs_use_the_replayed_logits(plain, replayed):
         assert [list(row) for row in one.logprobs] == [list(row) for row in other.logprobs]
 
 
-def test_a_dry_run_of_all_steps_leaves_no_trace(plain):
+def test_a_dry_run_of_all_steps_leaves_no_trace(checkpoint):
     """Here with kernels that do run: what it computes is of no request."""
+    core = build(checkpoint, max_num_batched_tokens=64, max_model_len=256)
     requests = mixed(3, 3)
-    before = [answer.token_ids for answer in ask(plain, *requests)]
-    runner = plain.replica.runner
+    before = [answer.token_ids for answer in ask(core, *requests)]
+    runner = core.replica.runner
     caches = runner.caches
     rehearsal._dry_run(runner)
     assert runner.caches is None, "a dry run has a cache of its own"
     runner.caches = caches
-    assert [answer.token_ids for answer in ask(plain, *requests)] == before
+    assert [answer.token_ids for answer in ask(core, *requests)] == before

@@ -43,7 +43,7 @@ class Runner:
     overlaps = False
 
     def __init__(self, num_blocks: int, block_size: int, replays: bool = True):
-        self.num_blocks, self.num_guesses = num_blocks, 4
+        self.num_blocks, self.num_guesses, self.num_host_blocks = num_blocks, 4, 6
         self.device = SimulatedDevice(block_size, token_of, replays, end=END)
         self.lost: str | None = None
 
