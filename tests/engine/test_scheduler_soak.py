@@ -36,6 +36,7 @@ class Traffic:
             replays=rng.random() < 0.7,
             lookahead=rng.randint(0, 1),
             caching=rng.random() < 0.85,
+            host_blocks=rng.choice([0, 3, 50]),
         )
         load = rng.choice([0.05, 0.3, 1.0, 3.0])
         most_guesses = rng.choice([0, 1, 3, 7])
@@ -78,6 +79,7 @@ class Traffic:
         self.seen["finished"] += len(self.world.finished)
         self.seen["preemptions"] += scheduler.num_preemptions
         self.seen["hit tokens"] += scheduler.kv_cache.hit_tokens
+        self.seen["restored blocks"] += scheduler.kv_cache.host.num_restored
         self.seen["guesses accepted"] += self.world.side.device.num_accepted
         self.seen["steps ahead"] += self.world.ahead
 
@@ -85,7 +87,7 @@ class Traffic:
 def check(seen: Counter[str]) -> None:
     """Every request ended, one way or the other, and everything was tried."""
     assert seen["finished"] + seen["ended from outside"] == seen["requests"]
-    tried = ("preemptions", "hit tokens", "guesses accepted", "steps ahead", "flushes", "ended from outside")
+    tried = ("preemptions", "hit tokens", "guesses accepted", "steps ahead", "flushes", "ended from outside", "restored blocks")
     assert all(seen[name] > seen["steps"] / 1000 for name in tried), seen
 
 
