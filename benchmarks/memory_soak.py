@@ -30,8 +30,8 @@ if __package__ in (None, ""):  # started by its path
 
 from engine import log
 from engine.bench.report import Report, model_name, publish
-from engine.cache_plan import GIB, EngineLimits
-from engine.config import DEVICES, FULL_CONFIG, EngineConfig
+from engine.cache_plan import BLOCK_SIZE, GIB, EngineLimits
+from engine.config import DEVICES, FULL_CONFIG, KV_CACHE_DTYPES, EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.request import MAX_LOGPROBS, CompletionDelta, SamplingParams
@@ -220,7 +220,8 @@ def _step(core: EngineCore, load: Load, watch: Watch) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> EngineConfig:
-    given = {"max_model_len": args.max_model_len, "max_num_batched_tokens": args.max_num_batched_tokens}
+    names = ("max_model_len", "max_num_batched_tokens", "kv_offload_gb", "kv_cache_dtype")
+    given = {name: getattr(args, name) for name in names}
     return EngineConfig(
         model=args.model,
         tp_share=args.tp_share,
@@ -255,6 +256,7 @@ def run(args: argparse.Namespace) -> Report:
         "tokens": load.counts["tokens"],
         "prompt tokens": stats.num_prompt_tokens,
         "cached": cache.hit_tokens,
+        "restored": cache.host.num_restored * BLOCK_SIZE,
         "preempted": stats.num_preemptions,
         "aborted": load.counts["aborted"],
         "GiB free": memory.get("least free"),
@@ -281,6 +283,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--max-model-len", type=int, help="longest request (default: the model's)")
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of a step (default: the engine's)")
+    parser.add_argument("--kv-offload-gb", type=float, help="cold blocks on the host, GiB (default: none)")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="file for the result")
     return parser.parse_args(argv)

@@ -112,6 +112,15 @@ def row_shape(config: EngineConfig, model: Any) -> tuple[int, torch.dtype]:
     return width, layout.dtype(getattr(torch, config.dtype))
 
 
+def check_weights(weights: int, total: int) -> None:
+    """Raises ConfigError where a GPU of `total` bytes cannot even hold so many bytes of weights."""
+    if weights > total - margin_bytes(total):
+        raise ConfigError(
+            f"a rank's weights take {_gib(weights)} GiB, and its GPU has {_gib(total)} GiB, of which "
+            f"{_gib(margin_bytes(total))} are kept free; use more ranks."
+        )
+
+
 def num_host_blocks(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
     """Blocks that each rank keeps on the host. Raises ConfigError where not even one has room there."""
     if not config.kv_offload_gb:

@@ -6,11 +6,13 @@ Shape letters: S slots, N blocks, L layers, B tokens a block, W elements of a ro
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
 
 import torch
 
 from engine.config import ConfigError
+from engine.log import logger
 
 _AT_ONCE = 8  # blocks that are gathered on the device before they are copied, and scattered after
 _CHUNK_BYTES = 2**30  # pinned memory is handed out in powers of two, so many at a time waste little
@@ -24,12 +26,16 @@ class HostBlocks:
 
     def __init__(self, num_slots: int, parts: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device):
         self.num_slots, self._device = num_slots, device
+        started = time.monotonic()
         try:
             self._parts = [_Part(num_slots, shape, dtype, device) for shape, dtype in parts]
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"the host cannot keep {num_slots} KV blocks in pinned memory ({error}); lower kv_offload_gb."
             ) from error
+        size = sum(part.num_bytes for part in self._parts)
+        words = "room for %d cold KV blocks on the host, %.2f GiB, made in %.1f s"
+        logger.info(words, num_slots, size / 2**30, time.monotonic() - started)
 
     def copy(self, saves: list[tuple[int, int]], restores: list[tuple[int, int]], caches: list[torch.Tensor]) -> None:
         """saves: (block, slot), first of all; restores: (slot, block). caches: [N, ...] each, in the order of parts."""
@@ -56,6 +62,11 @@ class _Part:
         sizes = [min(self._chunk, num_slots - first) for first in range(0, num_slots, self._chunk)]
         pinned = device.type == "cuda"
         self._chunks = [torch.empty(size, *shape, dtype=dtype, pin_memory=pinned) for size in sizes]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host."""
+        return sum(chunk.nbytes for chunk in self._chunks)
 
     def _slot(self, slot: int) -> torch.Tensor:
         return self._chunks[slot // self._chunk][slot % self._chunk]

@@ -29,11 +29,18 @@ def check_model(config: EngineConfig, files: ModelFiles) -> None:
     parallel = ParallelState(device=torch.device("meta"), **config.placement())
     model = load_share(config, files, parallel)
     drafter = load_draft(config, files, parallel, model)
+    if config.device == "cuda":
+        cache_plan.check_weights(sum(p.nbytes for p in model.parameters()), gpu_bytes())
     budget = cache_plan.known_bytes(config)
     block_bytes = cache_plan.block_bytes(config, files, model, drafter)
     cache_plan.num_host_blocks(config, files, model, drafter)
     if budget is not None:
         cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
+
+
+def gpu_bytes() -> int:
+    """Memory of the GPU that this process would use first, all of it."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def _check_dispatcher(config: EngineConfig, files: ModelFiles) -> None:

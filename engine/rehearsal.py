@@ -62,7 +62,7 @@ def _dry_run(runner: Any) -> None:
     for num_tokens, context in ((most, 0), (min(most, _SOME_TOKENS), 0), (min(most, 2 * BLOCK_SIZE), BLOCK_SIZE)):
         run_alone(runner, num_tokens, min(context, num_tokens - 1))
     runner.hold_caches(2)
-    for _, output in largest_steps(runner):
+    for _, output in largest_steps(runner, most_context=4 * BLOCK_SIZE):
         runner.execute(output)
     runner.drop_caches()
     if runner.capture_obstacle() is None:
@@ -84,9 +84,10 @@ class Part(NamedTuple):
     num_guesses: int = 0
 
 
-def largest_steps(runner: Any) -> Iterator[tuple[str, SchedulerOutput]]:
+def largest_steps(runner: Any, most_context: int | None = None) -> Iterator[tuple[str, SchedulerOutput]]:
     """A step of each kind that may take the most memory, with its name, for a cache of at least 2 blocks: of the most
     tokens, with all logprobs and filters. All blocks of all requests are block 1: what comes out means nothing.
+    most_context: tokens before a chunk, if not as many as may be; the kernels are the same.
 
     Memory differs by kind: a fresh prompt has the widest layers, one behind a long context expands that in pieces, many
     short ones have partial sums of attention and the most logits, decodes the draft's rows. One kind's peak may lie in
@@ -95,6 +96,7 @@ def largest_steps(runner: Any) -> Iterator[tuple[str, SchedulerOutput]]:
     longest = min(runner.config.max_model_len or most_positions(runner), most_positions(runner))
     room = max(longest - 1 - 2 * guesses, 1)
     chunk = min(most, room)
+    room = room if most_context is None else min(room, chunk + most_context)
     far = max(min(_FAR_TOKENS, room) - chunk, 0)
     yield "a fresh prompt", _step(runner, [Part(chunk)])
     yield "the end of the longest prompt", _step(runner, [Part(chunk, room - chunk)])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import cache_plan, memory, rehearsal
+from engine import cache_plan, memory, model_loading, rehearsal
 from engine.cache_plan import GIB, MemoryUse
-from engine.config import ConfigError, EngineConfig
+from engine.config import FULL_CONFIG, ConfigError, EngineConfig
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
@@ -192,13 +192,24 @@ def test_a_given_cache_has_to_fit_beside_the_rest(runner):
         settled(runner, use_of(-0.5), kv_cache_memory_gb=0.001)
 
 
+def test_weights_that_no_gpu_holds_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_loading, "gpu_bytes", lambda: 4 * GIB)
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "device": "cuda", "hf_overrides": {"num_hidden_layers": 2}}
+    share = EngineConfig(str(FULL_CONFIG), tp_share=8, **settings)
+    model_loading.check_model(share, ModelFiles.read(share))
+    larger = EngineConfig(str(FULL_CONFIG), tp_share=4, **settings)
+    with pytest.raises(ConfigError, match=r"weights take [34]\.\d+ GiB, and its GPU has 4.00 GiB.* use more ranks"):
+        model_loading.check_model(larger, ModelFiles.read(larger))
+
+
 def settle_on_ranks(parallel, checkpoint: str):
     """Rank 1 has half as much left, or nothing."""
     config = config_of(checkpoint, tp=2)
     files = ModelFiles.read(config)
-    runner = ModelRunner(config, files, parallel)
+    model = SimpleNamespace(cache_width=40, latent_width=32)
+    runner = SimpleNamespace(config=config, parallel=parallel, model=model, drafter=None)
     cache_plan.known_bytes = lambda config: None
-    bytes_a_block = cache_plan.block_bytes(config, files, runner.model)
+    bytes_a_block = cache_plan.block_bytes(config, files, model)
     room = [12, 6][parallel.rank] * bytes_a_block
     found = memory.settle(runner, files, use_of(room / GIB)).num_blocks
     try:
