@@ -34,8 +34,9 @@ class EngineConfig:
     ep = 1 slices every expert over all ranks, and a divisor between forms ep groups of tp / ep slices.
     draft is the directory of an EAGLE-3 draft, "auto" for the bundled one of a bundled model, None for none. A step
     verifies up to num_draft_tokens of its guesses a request; with adaptive_draft_tokens as many as measured to pay.
-    max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is what CUDA
-    graphs may take of a GPU, in GiB; the KV cache leaves that much free unless its own size is given.
+    max_num_batched_tokens bounds the tokens of one step, max_num_seqs the requests in it. graph_memory_gb is the most
+    that CUDA graphs may take of a GPU, in GiB. The KV cache takes what weights, steps and graphs leave, as measured at
+    start; a size given for it has to fit beside them.
     enable_prefix_caching lets requests share the KV blocks of equal prompt beginnings. kv_cache_dtype "fp8" stores
     latents in 8 bits; kv_offload_gb keeps so many GiB of cold blocks in the host's memory. max_step_ms bounds a step
     that also prefills while others decode; None: 50 on a GPU, no bound on a CPU; 0: no bound. At most
