@@ -15,6 +15,7 @@ from tests.step_budget_sim import (
     attending,
     beside,
     best_rate,
+    expanding,
     linear,
     percentile,
     rate,
@@ -23,7 +24,7 @@ from tests.step_budget_sim import (
 )
 
 LONG = 100_000
-SHAPES = [linear, sparse, attending, tiled]
+SHAPES = [linear, sparse, attending, expanding, tiled]
 
 
 def p99(steps) -> float:
@@ -35,23 +36,24 @@ def p99(steps) -> float:
 @pytest.mark.parametrize("cost", SHAPES, ids=lambda c: c.__name__)
 def test_a_long_prompt_beside_streams(cost, machine, overlap):
     """The rate is set against that of chunks sized by one who knows every cost, hiccups left out."""
-    world = World(Machine(cost, **machine), overlap=overlap)
+    world = World(Machine(cost, **machine), overlap=overlap, most_absorbed=16)
     world.stream(4)
     steps = world.prefill(LONG)
     assert sum(step.load.tokens for step in steps) >= LONG - 1
     assert p99([step for step in steps if not step.is_hiccup]) <= 1.2 * world.budget.seconds
     assert all(step.load.tokens >= 1 for step in beside(steps))
-    best = best_rate(cost, world.budget.seconds, 4, 4 * 4000, LONG, 2048)
-    assert rate([step for step in beside(steps) if not step.is_hiccup]) >= 0.92 * best
+    best = best_rate(world, 4, 4 * 4000, LONG)
+    share = 0.86 if cost is expanding else 0.92  # where most of a step is fixed, the room left for noise costs more
+    assert rate([step for step in beside(steps) if not step.is_hiccup]) >= share * best
 
 
 @pytest.mark.parametrize("bound", [0.025, 0.1])
 def test_other_bounds(bound):
     world = World(Machine(attending, noise=0.03), bound)
     world.stream(4)
-    steps = world.prefill(LONG)
+    steps = world.prefill(LONG // 2)
     assert p99(steps) <= 1.2 * bound
-    assert rate(beside(steps)) >= 0.9 * best_rate(attending, bound, 4, 4 * 4000, LONG, 2048)
+    assert rate(beside(steps)) >= 0.9 * best_rate(world, 4, 4 * 4000, LONG // 2)
 
 
 @pytest.mark.parametrize("cost", SHAPES, ids=lambda c: c.__name__)
@@ -192,3 +194,12 @@ def test_only_the_time_between_steps_that_were_waited_for_counts():
     assert step(0.1, output_of(1)) == pytest.approx(0.1)
     timer.pause()
     assert step(0.1, output_of(1), outside=5.0) is None
+
+
+def test_a_bound_that_leaves_no_room_to_expand_a_context():
+    """From some 40k tokens on, expanding them takes the bound: chunks are then as long as needs none of it."""
+    world = World(Machine(expanding, noise=0.02), bound=0.03, most_absorbed=16)
+    world.stream(4)
+    steps = beside(world.prefill(43_000))
+    assert p99(steps) <= 1.2 * world.budget.seconds
+    assert steps[0].load.tokens > 200 and {step.load.tokens for step in steps[-100:-1]} == {16}
