@@ -138,7 +138,7 @@ def _step(runner: Any, parts: list[Part]) -> SchedulerOutput:
 def prefill_times(runner: Any, sizes: Sequence[tuple[int, int]] = _TIMED) -> list[tuple[int, int, float]]:
     """(tokens, context, seconds) of a prompt's chunks of about these sizes, each in a row of its like. Needs the cache;
     what it holds is overwritten."""
-    room = min(runner.max_model_len, (runner.num_blocks - 1) * BLOCK_SIZE)
+    room = min(runner.max_model_len, (runner.num_blocks - 1) * BLOCK_SIZE - 2 * runner.num_guesses)
     times = []
     for num_tokens, context in sizes:
         num_tokens = min(num_tokens, _most_tokens(runner), room)
@@ -152,7 +152,7 @@ def _chunk(runner: Any, num_tokens: int, context: int) -> SchedulerOutput:
     """Of tokens drawn by chance: equal ones would all be routed to the same few experts."""
     drawn, vocabulary = random.Random(num_tokens), runner.model_config.vocab_size // runner.parallel.tp
     prompt = [0] * context + [drawn.randrange(vocabulary) for _ in range(num_tokens)]
-    blocks = list(range(1, -(-len(prompt) // BLOCK_SIZE) + 1))
+    blocks = list(range(1, -(-(len(prompt) + 2 * runner.num_guesses) // BLOCK_SIZE) + 1))
     request = Request("chunk", prompt, SamplingParams(), 0, 1, num_computed_tokens=context, block_ids=blocks)
     return SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)], plan=GuessPlan(0, runner.num_guesses))
 
