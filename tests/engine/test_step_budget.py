@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.kv_cache import KVCacheManager
@@ -10,6 +12,7 @@ from engine.request import Request, SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
 from engine.step_budget import FIRST_TOKENS, StepBudget, StepTimer
 from tests.step_budget_sim import (
+    Cost,
     Machine,
     World,
     attending,
@@ -68,6 +71,38 @@ def test_the_very_first_chunks_grow_from_few_tokens(cost):
     assert steps[0].load.tokens == FIRST_TOKENS
     assert max(step.seconds for step in steps) <= 1.2 * world.budget.seconds
     assert max(step.load.tokens for step in steps[:20]) >= 500, "but they grow fast"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_machines_drawn_by_chance(seed):
+    """Of those that can meet the bound at the end of the prompt: it holds from the first chunk on, and a second prompt,
+    for which all is known, is prefilled at four fifths of the best rate at least."""
+    rng = random.Random(seed)
+    while True:
+        cost, bound, streams = any_cost(rng), rng.uniform(0.02, 0.1), rng.choice([1, 4, 16])
+        least = max(cost(StepLoad.of([(at, n)], streams, streams * 5000, 16)) for at, n in ((20_000, 1), (0, 16)))
+        if least < 0.8 * bound:
+            break
+    world = World(Machine(cost, 0.03, seed=seed), bound, rng.choice([2048, 8192]), rng.random() < 0.5, most_absorbed=16)
+    world.stream(streams, context=rng.choice([1, 500, 4000]))
+    first, second = beside(world.prefill(20_000)), beside(world.prefill(20_000))
+    for steps in (first, second):
+        assert sum(step.seconds > 1.2 * bound for step in steps) <= 1 + 0.01 * len(steps)
+    assert rate(second) >= 0.8 * best_rate(world, streams, streams * 4000, 20_000)
+
+
+def any_cost(rng: random.Random) -> Cost:
+    fixed, sparse_part, slope = rng.uniform(1e-3, 30e-3), rng.choice([0, 10e-3, 20e-3]), rng.uniform(5e-6, 1e-4)
+    pairs, expanded = rng.choice([0, rng.uniform(1e-10, 3e-9)]), rng.choice([0, rng.uniform(1e-8, 3e-7)])
+    kv_tokens = rng.uniform(0, 20e-9)
+
+    def cost(load: StepLoad) -> float:
+        rows = load.tokens + load.rows
+        weights = fixed + sparse_part * (1 - (1 - 8 / 384) ** rows)
+        products = fixed / 3 + slope * rows
+        return max(weights, products) + pairs * load.pairs + expanded * load.expanded + kv_tokens * load.kv_tokens
+
+    return cost
 
 
 def test_steps_measured_at_start_spare_the_small_ones():
@@ -203,6 +238,6 @@ def test_a_bound_that_leaves_no_room_to_expand_a_context():
     """From some 37k tokens on, expanding them takes the bound: chunks are then as long as needs none of it."""
     world = World(Machine(expanding, noise=0.02), bound=0.02, most_absorbed=16)
     world.stream(4)
-    steps = beside(world.prefill(42_000))
+    steps = beside(world.prefill(40_000))
     assert p99(steps) <= 1.2 * world.budget.seconds
-    assert steps[0].load.tokens > 100 and {step.load.tokens for step in steps[-100:-1]} == {16}
+    assert steps[0].load.tokens > 100 and {step.load.tokens for step in steps[-50:-1]} == {16}
