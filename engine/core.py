@@ -52,7 +52,12 @@ class EngineCore:
         self._speculation = Speculation(runner, config.adaptive_draft_tokens) if runner.num_guesses else None
         self._step_budget = None
         if config.longest_step is not None:
-            self._step_budget = StepBudget(config.longest_step, config.max_num_batched_tokens, runner.prefill_times)
+            self._step_budget = StepBudget(
+                config.longest_step,
+                config.max_num_batched_tokens,
+                runner.prefill_times,
+                runner.model.backend.max_absorbed_query_len,
+            )
         self._eos_token_ids = files.eos_token_ids
         self._control = control
         self._on_shutdown = on_shutdown

@@ -1,10 +1,11 @@
 """What a step costs that prefills beside requests that decode, learned from the steps themselves.
 
-    seconds = fixed part + F(rows) + a * pairs + b * cached tokens that the decodes read
+    seconds = fixed part + F(rows) + a * pairs + b * expanded tokens + c * cached tokens read as they are
 
 F is piecewise linear and never falls: a sparse mixture of experts reads nearly all experts for some hundred rows, so
 that its cost rises steeply at first, hardly then, and with the products once those take longer than the weights.
-`pairs` is the attention of the prompt tokens, about tokens x context. No coefficient is below zero.
+`pairs` is the attention of the prompt tokens, about tokens x context; a chunk of more than a few tokens also expands
+keys and values of its whole context, however long it is itself. No coefficient is below zero.
 
 Steps that are sized to take equally long tell nothing of the coefficients. So the last few steps of each size and
 context are kept, the small ones of the start with them, and all are fitted together, errors relative to the time. How
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 _FLATTER = (16, 64, 256, 1024)  # rows where F may get flatter, and below where steeper
 _STEEPER = (64, 128, 256, 512, 1024, 2048)
-_TYPICAL = (1.0, 1024.0, *map(float, _FLATTER), *map(float, _STEEPER), 1e6, 1e5)  # features, in their order
+_TYPICAL = (1.0, 1024.0, *map(float, _FLATTER), *map(float, _STEEPER), 1e6, 1e5, 1e5)  # features, in their order
 _SHRINKAGE = 1e-3  # of coefficients that nothing needs, where the feature has its typical size
 _KV_SHRINKAGE = 1e-2  # what hardly varies is the fixed part rather than this
 _SWEEPS = 12
@@ -28,7 +29,7 @@ _SETTLED = 32  # steps, after which not each one is worth a new fit
 _FIT_EVERY = 8
 _SURPRISE = 1.1
 _CELL_SIZE = 5  # the last steps of one kind
-_NUM_CELLS = 48
+_NUM_CELLS = 32
 _HALF_WEIGHT = 256  # steps after which a cell weighs half
 _NUM_RECENT = 5  # steps
 _MIN_RECENT = 3
@@ -39,12 +40,30 @@ _SHORTEST, _LONGEST = 1e-6, 1e3  # seconds of a step that a clock may give
 
 class StepLoad(NamedTuple):
     """tokens: of prompts. rows: of requests that decode, guesses included. pairs: of a prompt token and a token that it
-    attends to. kv_tokens: cached tokens of the requests that decode."""
+    attends to. kv_tokens: cached tokens that are read as they are, those of requests that decode. expanded: cached
+    tokens whose keys and values are computed again."""
 
     tokens: int
     rows: int
     pairs: float
     kv_tokens: int
+    expanded: int = 0
+
+    @classmethod
+    def of(
+        cls, chunks: Iterable[tuple[int, int]], rows: int, kv_tokens: int, most_absorbed: int | None = None
+    ) -> StepLoad:
+        """chunks: (context, tokens) of each prompt. Those of at most `most_absorbed` tokens expand nothing; None: none
+        does."""
+        tokens, pairs, expanded = 0, 0.0, 0
+        for context, count in chunks:
+            tokens += count
+            pairs += count * (context + count / 2)
+            if most_absorbed is None or count <= most_absorbed:
+                kv_tokens += context
+            else:
+                expanded += context
+        return cls(tokens, rows, pairs, kv_tokens, expanded)
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -55,6 +74,7 @@ class StepLoad(NamedTuple):
             context.bit_length(),
             self.rows.bit_length(),
             (self.kv_tokens >> 14).bit_length(),
+            self.expanded > 0,
         )
 
 
@@ -68,7 +88,7 @@ class _Sample(NamedTuple):
 def _features(load: StepLoad) -> tuple[float, ...]:
     rows = load.tokens + load.rows
     bends = [float(min(rows, k)) for k in _FLATTER] + [float(max(rows - k, 0)) for k in _STEEPER]
-    return (1.0, float(rows), *bends, float(load.pairs), float(load.kv_tokens))
+    return (1.0, float(rows), *bends, float(load.pairs), float(load.expanded), float(load.kv_tokens))
 
 
 class PrefillCosts:

@@ -18,7 +18,13 @@ from engine.request import MAX_LOGPROBS, Request, SamplingParams
 from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
 _SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
-_TIMED = ((128, 0), (512, 0), (2048, 0), (512, 16384))  # tokens and context of the steps that are timed at start
+_TIMED = (
+    (128, 0),
+    (512, 0),
+    (2048, 0),
+    (512, 16384),
+    (256, 65536),
+)  # tokens, context; timed at start
 _TIMED_STEPS = 4  # of each
 _SHORT_TOKENS = 16  # of a request that attention takes in the absorbed form
 _FAR_TOKENS = 32768  # attention takes a context in pieces smaller than this, so more of it takes no more memory
@@ -134,7 +140,7 @@ def _step(runner: Any, parts: list[Part]) -> SchedulerOutput:
 def prefill_times(runner: Any, sizes: Sequence[tuple[int, int]] = _TIMED) -> list[tuple[int, int, float]]:
     """(tokens, context, seconds) of a prompt's chunks of about these sizes, each in a row of its like. Needs the cache;
     what it holds is overwritten."""
-    room = min(runner.max_model_len, (runner.num_blocks - 1) * BLOCK_SIZE)
+    room = min(runner.max_model_len, (runner.num_blocks - 1) * BLOCK_SIZE - 2 * runner.num_guesses)
     times = []
     for num_tokens, context in sizes:
         num_tokens = min(num_tokens, _most_tokens(runner), room)
@@ -147,8 +153,8 @@ def prefill_times(runner: Any, sizes: Sequence[tuple[int, int]] = _TIMED) -> lis
 def _chunk(runner: Any, num_tokens: int, context: int) -> SchedulerOutput:
     """Of tokens drawn by chance: equal ones would all be routed to the same few experts."""
     drawn, vocabulary = random.Random(num_tokens), runner.model_config.vocab_size // runner.parallel.tp
-    prompt = [drawn.randrange(vocabulary) for _ in range(context + num_tokens)]
-    blocks = list(range(1, -(-len(prompt) // BLOCK_SIZE) + 1))
+    prompt = [0] * context + [drawn.randrange(vocabulary) for _ in range(num_tokens)]
+    blocks = list(range(1, -(-(len(prompt) + 2 * runner.num_guesses) // BLOCK_SIZE) + 1))
     request = Request("chunk", prompt, SamplingParams(), 0, 1, num_computed_tokens=context, block_ids=blocks)
     return SchedulerOutput([ScheduledRequest.next_of(request, num_tokens)], plan=GuessPlan(0, runner.num_guesses))
 

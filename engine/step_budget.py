@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.prefill_costs import PrefillCosts, StepLoad
 from engine.request import Request
-from engine.scheduler import MANY_PREFILLS, GuessPlan, Scheduler, SchedulerOutput
+from engine.scheduler import MANY_PREFILLS, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
 from engine.stats import StepBudgetSnapshot
 
 FIRST_TOKENS = 16  # of the first step, of which nothing is known; a tile of rows is no dearer than one row
@@ -74,7 +74,8 @@ class StepTimer:
 class StepBudget:
     """Called once a step: `limit` before it, `observe` with the step that was read then. seconds: the bound.
 
-    seeds: (tokens, context, seconds) of steps measured at start.
+    seeds: (tokens, context, seconds) of steps measured at start. most_absorbed: tokens of a chunk whose attention takes
+    the cache as it is, as an attention backend's max_absorbed_query_len.
     """
 
     def __init__(
@@ -82,13 +83,15 @@ class StepBudget:
         seconds: float,
         max_num_batched_tokens: int,
         seeds: Iterable[tuple[int, int, float]] = (),
+        most_absorbed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.seconds = seconds
+        self._most_absorbed = most_absorbed
         self._max_num_batched_tokens = max_num_batched_tokens
         self._timer = StepTimer(clock)
         self._costs = PrefillCosts()
-        self._costs.seed((StepLoad(n, 0, _pairs([Prompt(context, n)], n), 0), cost) for n, context, cost in seeds)
+        self._costs.seed((StepLoad.of([(at, n)], 0, 0, most_absorbed), cost) for n, at, cost in seeds)
         self._shown = StepBudgetSnapshot(None, 0.0, 0.0)
 
     def limit(self, scheduler: Scheduler, new: Sequence[Request], plan: GuessPlan) -> int | None:
@@ -129,7 +132,7 @@ class StepBudget:
             return FIRST_TOKENS
 
         def load(tokens: int) -> StepLoad:
-            return StepLoad(tokens, rows, _pairs(prompts, tokens), kv_tokens)
+            return StepLoad.of(_shares(prompts, tokens), rows, kv_tokens, self._most_absorbed)
 
         known = max(costs.most_tokens, 1)
         fewest = costs.least_tokens if costs.least_tokens > _FEW_TOKENS else 1  # what fewer cost is not known then
@@ -150,9 +153,8 @@ class StepBudget:
     def observe(self, output: SchedulerOutput) -> None:
         """A step that was read just now, or an empty one while the next is in flight."""
         seconds = self._timer.leave(output)
-        load = load_of(output)
-        if seconds is not None and load.tokens:
-            self._costs.add(load, seconds)
+        if seconds is not None and any(map(_is_chunk, output.scheduled)):
+            self._costs.add(load_of(output, self._most_absorbed), seconds)
             self._shown = self._shown._replace(observed_seconds=seconds)
 
     def pause(self) -> None:
@@ -162,17 +164,16 @@ class StepBudget:
         return self._shown
 
 
-def load_of(output: SchedulerOutput) -> StepLoad:
+def load_of(output: SchedulerOutput, most_absorbed: int | None = None) -> StepLoad:
     """What a step computes; a prompt's single last token is like one of an answer."""
-    tokens, rows, pairs, kv_tokens = 0, 0, 0.0, 0
-    for item in output.scheduled:
-        if item.samples and item.num_tokens == 1:
-            rows += item.num_rows
-            kv_tokens += item.start
-        else:
-            tokens += item.num_tokens
-            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
-    return StepLoad(tokens, rows, pairs, kv_tokens)
+    chunks = [(item.start, item.num_tokens) for item in output.scheduled if _is_chunk(item)]
+    decodes = [item for item in output.scheduled if not _is_chunk(item)]
+    rows, kv_tokens = sum(item.num_rows for item in decodes), sum(item.start for item in decodes)
+    return StepLoad.of(chunks, rows, kv_tokens, most_absorbed)
+
+
+def _is_chunk(item: ScheduledRequest) -> bool:
+    return item.num_tokens > 1 or not item.samples
 
 
 def _in_turn(prompts: list[Prompt]) -> list[Prompt]:
@@ -183,17 +184,18 @@ def _in_turn(prompts: list[Prompt]) -> list[Prompt]:
     return [first, *sorted(others, key=operator.attrgetter("remaining"))]
 
 
-def _pairs(prompts: Sequence[Prompt], tokens: int) -> float:
-    """Of a step's `tokens`, as the scheduler shares them: half for the first prompt, if the others need the rest."""
+def _shares(prompts: Sequence[Prompt], tokens: int) -> list[tuple[int, int]]:
+    """(context, tokens) of each prompt as the scheduler shares them: half for the first, if others need the rest."""
     first, *others = prompts
     kept = min(tokens // 2, sum(prompt.remaining for prompt in others))
     share = min(tokens - kept, first.remaining)
-    pairs, left = share * (first.context + share / 2), tokens - share
+    shares, left = [(first.context, share)], tokens - share
     for prompt in others:
         share = min(prompt.remaining, left)
-        pairs += share * (prompt.context + share / 2)
         left -= share
-    return pairs
+        if share:
+            shares.append((prompt.context, share))
+    return shares
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.kv_cache import KVCacheManager
@@ -10,11 +12,13 @@ from engine.request import Request, SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
 from engine.step_budget import FIRST_TOKENS, StepBudget, StepTimer
 from tests.step_budget_sim import (
+    Cost,
     Machine,
     World,
     attending,
     beside,
     best_rate,
+    expanding,
     linear,
     percentile,
     rate,
@@ -23,35 +27,39 @@ from tests.step_budget_sim import (
 )
 
 LONG = 100_000
-SHAPES = [linear, sparse, attending, tiled]
+SHAPES = [linear, sparse, attending, expanding, tiled]
 
 
 def p99(steps) -> float:
     return percentile([step.seconds for step in beside(steps)], 0.99)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("machine", [{}, {"noise": 0.04}, {"noise": 0.03, "hiccups": 0.002, "seed": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("machine", "overlap"),
+    [({}, True), ({"noise": 0.04}, False), ({"noise": 0.03, "hiccups": 0.002, "seed": 1}, True)],
+    ids=["exact", "noise", "hiccups"],
+)
 @pytest.mark.parametrize("cost", SHAPES, ids=lambda c: c.__name__)
 def test_a_long_prompt_beside_streams(cost, machine, overlap):
     """The rate is set against that of chunks sized by one who knows every cost, hiccups left out."""
-    world = World(Machine(cost, **machine), overlap=overlap)
+    world = World(Machine(cost, **machine), overlap=overlap, most_absorbed=16)
     world.stream(4)
     steps = world.prefill(LONG)
     assert sum(step.load.tokens for step in steps) >= LONG - 1
     assert p99([step for step in steps if not step.is_hiccup]) <= 1.2 * world.budget.seconds
     assert all(step.load.tokens >= 1 for step in beside(steps))
-    best = best_rate(cost, world.budget.seconds, 4, 4 * 4000, LONG, 2048)
-    assert rate([step for step in beside(steps) if not step.is_hiccup]) >= 0.92 * best
+    best = best_rate(world, 4, 4 * 4000, LONG)
+    share = 0.86 if cost is expanding else 0.92  # where most of a step is fixed, the room left for noise costs more
+    assert rate([step for step in beside(steps) if not step.is_hiccup]) >= share * best
 
 
 @pytest.mark.parametrize("bound", [0.025, 0.1])
 def test_other_bounds(bound):
     world = World(Machine(attending, noise=0.03), bound)
     world.stream(4)
-    steps = world.prefill(LONG)
+    steps = world.prefill(LONG // 2)
     assert p99(steps) <= 1.2 * bound
-    assert rate(beside(steps)) >= 0.9 * best_rate(attending, bound, 4, 4 * 4000, LONG, 2048)
+    assert rate(beside(steps)) >= 0.9 * best_rate(world, 4, 4 * 4000, LONG // 2)
 
 
 @pytest.mark.parametrize("cost", SHAPES, ids=lambda c: c.__name__)
@@ -63,6 +71,38 @@ def test_the_very_first_chunks_grow_from_few_tokens(cost):
     assert steps[0].load.tokens == FIRST_TOKENS
     assert max(step.seconds for step in steps) <= 1.2 * world.budget.seconds
     assert max(step.load.tokens for step in steps[:20]) >= 500, "but they grow fast"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_machines_drawn_by_chance(seed):
+    """Of those that can meet the bound at the end of the prompt: it holds from the first chunk on, and a second prompt,
+    for which all is known, is prefilled at four fifths of the best rate at least."""
+    rng = random.Random(seed)
+    while True:
+        cost, bound, streams = any_cost(rng), rng.uniform(0.02, 0.1), rng.choice([1, 4, 16])
+        least = max(cost(StepLoad.of([(at, n)], streams, streams * 5000, 16)) for at, n in ((20_000, 1), (0, 16)))
+        if least < 0.8 * bound:
+            break
+    world = World(Machine(cost, 0.03, seed=seed), bound, rng.choice([2048, 8192]), rng.random() < 0.5, most_absorbed=16)
+    world.stream(streams, context=rng.choice([1, 500, 4000]))
+    first, second = beside(world.prefill(20_000)), beside(world.prefill(20_000))
+    for steps in (first, second):
+        assert sum(step.seconds > 1.2 * bound for step in steps) <= 1 + 0.01 * len(steps)
+    assert rate(second) >= 0.8 * best_rate(world, streams, streams * 4000, 20_000)
+
+
+def any_cost(rng: random.Random) -> Cost:
+    fixed, sparse_part, slope = rng.uniform(1e-3, 30e-3), rng.choice([0, 10e-3, 20e-3]), rng.uniform(5e-6, 1e-4)
+    pairs, expanded = rng.choice([0, rng.uniform(1e-10, 3e-9)]), rng.choice([0, rng.uniform(1e-8, 3e-7)])
+    kv_tokens = rng.uniform(0, 20e-9)
+
+    def cost(load: StepLoad) -> float:
+        rows = load.tokens + load.rows
+        weights = fixed + sparse_part * (1 - (1 - 8 / 384) ** rows)
+        products = fixed / 3 + slope * rows
+        return max(weights, products) + pairs * load.pairs + expanded * load.expanded + kv_tokens * load.kv_tokens
+
+    return cost
 
 
 def test_steps_measured_at_start_spare_the_small_ones():
@@ -192,3 +232,12 @@ def test_only_the_time_between_steps_that_were_waited_for_counts():
     assert step(0.1, output_of(1)) == pytest.approx(0.1)
     timer.pause()
     assert step(0.1, output_of(1), outside=5.0) is None
+
+
+def test_a_bound_that_leaves_no_room_to_expand_a_context():
+    """From some 37k tokens on, expanding them takes the bound: chunks are then as long as needs none of it."""
+    world = World(Machine(expanding, noise=0.02), bound=0.02, most_absorbed=16)
+    world.stream(4)
+    steps = beside(world.prefill(40_000))
+    assert p99(steps) <= 1.2 * world.budget.seconds
+    assert steps[0].load.tokens > 100 and {step.load.tokens for step in steps[-50:-1]} == {16}
