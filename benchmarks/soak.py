@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     main_parser.add_argument("--draft", default="none", help="EAGLE-3 draft directory, auto, or none (default)")
     main_parser.add_argument("--tp", type=int, default=1)
     main_parser.add_argument("--max-num-seqs", type=int, default=64)
-    main_parser.add_argument("--kv-cache-memory-gb", type=float, default=0.08, help="small (default %(default)s)")
+    main_parser.add_argument("--kv-cache-memory-gb", type=float, default=0.04, help="small (default %(default)s)")
     main_parser.add_argument("--memory-tolerance", type=float, default=0.03, help="of the last third over the middle")
     main_parser.add_argument("--json", type=Path, metavar="FILE")
     return main_parser
