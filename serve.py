@@ -302,6 +302,8 @@ class _Server:
             self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
+        if self._drain.is_on:  # the same Ctrl-C, passed on
+            return
         self._drain.begin()
         log.logger.info("draining: %d calls may take %g s to end", self._drain.num_calls, self._drain_timeout)
         self._drain_task = asyncio.ensure_future(self._end_after_drain())

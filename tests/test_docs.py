@@ -8,12 +8,14 @@ import pytest
 
 from engine.acceptance import GuessOutcome
 from engine.draft_choice import CHOICE_CODES
-from engine.server.metrics import PREFIX, _speculation
+from engine.server.metrics import PREFIX, EngineCollector, _speculation
 from engine.stats import DraftChoiceStats, SpeculationStats
 from serve import parse_arguments
+from tests.engine.server.harness import make_core
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("draft/**/*.md"), *ROOT.glob("models/**/*.md")])
+SERVING = (ROOT / "docs" / "serving.md").read_text()
 SPECULATION = (ROOT / "docs" / "speculation.md").read_text()
 
 
@@ -58,3 +60,37 @@ def test_the_flags_of_speculation_are_those_of_the_server():
     assert all(option in SPECULATION for option in options if option.startswith("--"))
     arguments = parse_arguments(options)
     assert (arguments.draft, arguments.num_draft_tokens, arguments.adaptive_draft_tokens) == ("a/draft", 5, False)
+
+
+def rows(page: str, head: str) -> list[list[str]]:
+    """The cells of the table whose first line begins with `head`."""
+    lines = page.split(head)[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_settings_of_a_loaded_server_are_those_of_the_server():
+    table = {flag.strip("`"): default for flag, default, _ in rows(SERVING, "| flag |")}
+    assert set(table) == {"--max-queued-requests", "--queue-timeout", "--request-timeout", "--drain-timeout"}
+    arguments = vars(parse_arguments([]))
+    for flag, default in table.items():
+        assert str(arguments[flag.strip("-").replace("-", "_")]).removesuffix(".0").lower() == default
+
+
+def test_the_metrics_of_a_loaded_server_are_there():
+    stats = make_core().stats()
+    families = EngineCollector(stats, None, {"queue_full": 0, "queue_timeout": 0, "draining": 0}).collect()
+    shown = {family.name: {label for s in family.samples for label in s.labels.values()} for family in families}
+    for names, meaning in rows(SERVING, "| name |"):
+        for name in re.findall(r"`([^`]+)`", names):
+            family = PREFIX + re.sub(r"(_total)?(\{.*\})?$", "", name)
+            assert family in shown, name
+            if "{reason}" in name:
+                assert all(reason in meaning for reason in shown[family]), name
+
+
+def test_every_refusal_of_a_loaded_server_is_explained():
+    """Codes that the server's sources give to a 429, 503 or 504 are in the table, and no others."""
+    sources = "".join(path.read_text() for path in (ROOT / "engine" / "server").glob("*.py"))
+    given = set(re.findall(r'ApiError\((?:429|503|504), \w+, code=(?:"(\w+)"|(\w+))', sources))
+    codes = {text or name.lower() for text, name in given} | {"too_many_answers"}
+    assert {code.strip("`") for _, code, *_ in rows(SERVING, "| status |")} == codes

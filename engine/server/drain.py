@@ -18,7 +18,7 @@ from engine.server.errors import ApiError
 
 PROBE = "/health"
 STILL_ANSWERED = ("/metrics", "/load", "/version")
-SETTLE_SECONDS = 2.0  # for answers cut short to reach their clients
+SETTLE_SECONDS = 1.5  # for answers cut short to reach their clients
 _TICK_SECONDS = 0.05
 
 

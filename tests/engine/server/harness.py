@@ -20,6 +20,7 @@ from engine.chat_template import ChatTemplate
 from engine.server import responses
 from engine.server.app import create_app
 from engine.server.client import EngineClient
+from engine.server.drain import Drain
 from engine.tokenizer import KIMI_SPECIAL_OFFSETS, VISIBLE_MARKERS, Tokenizer
 from models.kimi_k25.tool_declaration import declare_tools
 from tests.engine.server.fake_core import FakeCore
@@ -59,6 +60,7 @@ class RunningServer:
     client: EngineClient
     url: str
     port: int
+    drain: Drain
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False, **options)
@@ -163,7 +165,7 @@ def serving(core: Any = None, **options: Any) -> Iterator[RunningServer]:
     assert started.wait(10)
     port = listener.getsockname()[1]
     try:
-        yield RunningServer(core, client, f"http://127.0.0.1:{port}", port)
+        yield RunningServer(core, client, f"http://127.0.0.1:{port}", port, app.state.drain)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -77,10 +77,27 @@ def test_bad_messages(server, message, param):
         ({"tools": [], "tool_choice": "none"}, "tool_choice"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
     ],
 )
 def test_bad_objects(server, fields, param):
     assert server.refusal(CHAT, {"messages": HI} | fields)["param"] == param
+    if not {"tools", "prompt_logprobs"} & set(fields):
+        assert server.refusal("/v1/completions", {"prompt": "a"} | fields)["param"] == param
+
+
+def test_priority_and_salt_reach_the_engine(server):
+    server.chat(priority=-3, cache_salt="tenant a")
+    server.complete(priority=7, cache_salt=None)
+    chat, completion = (params for _, _, params in server.core.requests[-2:])
+    assert (chat.priority, chat.cache_salt) == (-3, "tenant a")
+    assert (completion.priority, completion.cache_salt) == (7, None)
 
 
 def test_values_that_ask_for_nothing_pass(server):
@@ -165,7 +182,7 @@ def test_api_keys():
     with serving(api_keys=["first", "zweit\u00e9"]) as server, server.http() as http:
         paths = ["/v1/models", "/v1/models/tiny", "/version", "/docs", "/redoc", "/openapi.json", "/nope", CHAT]
         paths += ["//v1/models", "/v1/../v1/models", "/V1/models", "/v1%2fmodels", "/v1/models/", "/health/", "/Health"]
-        paths += ["/metrics", "/metrics/", "//metrics", "/expert_load"]
+        paths += ["/metrics", "/metrics/", "//metrics", "/expert_load", "/load", "/flush_cache"]
         for path in [*paths, *POSTS]:
             for method in ("GET", "POST", "HEAD", "OPTIONS"):
                 response = http.request(method, path)
@@ -248,6 +265,9 @@ def test_the_openapi_page_tells_the_truth(server):
         operation = page["paths"][path]["post"]
         assert operation["requestBody"]["required"]
         assert {"200", "400", "413", "415", "503"} <= set(operation["responses"])
+        assert (path in (CHAT, "/v1/completions")) == ({"429", "504"} <= set(operation["responses"]))
+    for name in ("ChatCompletionRequest", "CompletionRequest"):
+        assert {"priority", "cache_salt"} < set(page["components"]["schemas"][name]["properties"])
     assert '"422"' not in text and "HTTPValidationError" not in text
 
 

@@ -133,7 +133,7 @@ def test_gauges_while_requests_run_and_counters_never_fall(server):
 
 
 def test_answers_by_reason_aborts_too(server):
-    """Ten requests, five of which hang up."""
+    """B167: ten requests, five of which hang up."""
     before = values(server)
     fields = {"messages": HI, "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": 200}
     for _ in range(5):
