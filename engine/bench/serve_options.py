@@ -29,9 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "arms": "in-process,in-process" + BASELINE,
         "trace": "shared-prefix",
         "clients": "1",
-        "waves": 16,
+        "waves": {"cuda": 16, "cpu": 8},
         "output_tokens": 8,
-        "prompt_tokens": {"cuda": 8192, "cpu": 2048},
+        "prompt_tokens": {"cuda": 8192, "cpu": 1024},
     },
     "agents": {"arms": "http,http" + BASELINE, "trace": "agents", "clients": "4", "waves": 2, "rounds": 1},
 }
