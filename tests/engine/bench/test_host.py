@@ -11,19 +11,20 @@ from engine.bench import host
 from engine.bench.__main__ import main
 from engine.bench.host_events import measure_events
 from engine.bench.host_parts import PARTS, PartsClock, clocked
-from engine.config import FULL_CONFIG, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.decode_batch import DecodeBatch
 from engine.model_files import ModelFiles
 from engine.request import SamplingParams
 from engine.scheduler import Scheduler
 from engine.step_output import ModelRunnerOutput
+from tests.shares import config_directory
 
 
 @pytest.fixture(scope="module")
-def config() -> EngineConfig:
-    made_up = {"model": str(FULL_CONFIG), "load_format": "dummy", "hf_overrides": {"vocab_size": 1024}}
-    return EngineConfig(device="cpu", max_num_seqs=4, max_model_len=1024, **made_up).resolve(0)
+def config(tmp_path_factory) -> EngineConfig:
+    model = str(config_directory(tmp_path_factory.mktemp("host") / "model"))
+    return EngineConfig(model, load_format="dummy", device="cpu", max_num_seqs=4, max_model_len=1024).resolve(0)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_step_is_on_the_clock_whole_and_only_within(config, files):
 
 def test_rows_add_up_and_leave_the_core_empty(config, files):
     core = EngineCore(config, files, host.InstantRunner(4, 1024))
-    row = host.measure_host(core, 700, batch=3, context=70, steps=20)
+    row = host.measure_host(core, 300, batch=3, context=70, steps=20)
     assert (row["requests"], row["context"], row["goal"], row["waited for the device"]) == (3, 70, None, 0.0)
     assert all(row[part] > 0 for part in PARTS) and row["whole step"] <= row["p99"]
     assert 0 < row["schedule + inputs"] < row["whole step"]
