@@ -8,6 +8,7 @@ within a round and get the same requests. See docs/serving_bench.md for how to r
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from engine.bench.serve_load import Load
 from engine.bench.serve_options import BASELINE, add_arguments, engine_config, fill_in, points_of
 from engine.bench.serve_stats import Limits, Record, summarise_load
 from engine.bench.share import settings
+from engine.collector import spare_the_engine
 from engine.config import ConfigError
 from engine.core import EngineCore
 from engine.launch import start_engine
@@ -146,9 +148,11 @@ def _engine(args: argparse.Namespace) -> Iterator[Engine]:
     core, ranks = start_engine(config)
     try:
         engine = Engine(core.config, ModelFiles.read(core.config), core.replica.runner)
+        spare_the_engine()  # as a server does
         try:
             yield engine
         finally:
+            gc.unfreeze()
             engine.close()
     finally:
         ranks.close()
