@@ -18,6 +18,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from engine import log
+from engine.collector import spare_the_engine
 from engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
 from engine.json_files import parse_json
 from engine.request import EngineDeadError
@@ -159,6 +160,7 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     client = EngineClient(core, server.stop_after_failure, config.max_queued_requests)
     names = arguments.served_model_name or [core.model_name]
     server.use(create_app(client, served_model_names=names, api_keys=arguments.api_key), arguments.log_level)
+    spare_the_engine()
     place = f"{names[0]} on http://{arguments.host}:{listener.getsockname()[1]}"
     server.run(listener, on_ready=lambda: log.logger.info("serving %s", place))
     return 1 if client.error else 0

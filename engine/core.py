@@ -75,8 +75,9 @@ class EngineCore:
         params.check_vocab(self.vocab_size)
         if not len(prompt_token_ids):
             raise InvalidRequestError("the prompt is empty; give at least one token.", param="prompt")
-        bad = next((t for t in _plain_ids(prompt_token_ids) if not 0 <= t < self.vocab_size), None)
-        if bad is not None:
+        prompt = _plain_ids(prompt_token_ids)
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            bad = next(t for t in prompt if not 0 <= t < self.vocab_size)
             raise InvalidRequestError(
                 f"the prompt holds token id {bad}, but the vocabulary has {self.vocab_size} entries.", param="prompt"
             )
@@ -318,7 +319,7 @@ def _words(error: BaseException) -> str:
 def _plain_ids(prompt_token_ids: Iterable[Any]) -> list[int]:
     """Token ids as Python's own integers, which every rank can read: arrays and their elements are taken too."""
     try:
-        return [operator.index(t) for t in prompt_token_ids]
+        return list(map(operator.index, prompt_token_ids))
     except TypeError as error:
         raise InvalidRequestError(f"the prompt must be token ids ({error}).", param="prompt") from None
 

@@ -9,6 +9,7 @@ import sys
 import threading
 
 from engine import log
+from engine.collector import spare_the_engine
 from engine.request import EngineDeadError
 
 _GRACE_SECONDS = 1.0
@@ -44,6 +45,7 @@ def _end_with_rank_0() -> None:
 
 def follow(follower, ranks) -> int:
     """Serves rank 0 until it is done; the log says why if a step fails."""
+    spare_the_engine()
     try:
         while follower.follow() is not None:
             pass

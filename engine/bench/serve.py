@@ -8,6 +8,7 @@ within a round and get the same requests. See docs/serving_bench.md for how to r
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from engine.bench import traces
+from engine.bench.host import NOTES, WARM_UP_STEPS, measure_host
 from engine.bench.report import MeasurementError, Report, format_table, model_name
 from engine.bench.serve_arms import ClientProcess, InProcess, http_server
 from engine.bench.serve_load import Load
 from engine.bench.serve_options import BASELINE, add_arguments, engine_config, fill_in, points_of
 from engine.bench.serve_stats import Limits, Record, summarise_load
 from engine.bench.share import settings
+from engine.collector import spare_the_engine
 from engine.config import ConfigError
 from engine.core import EngineCore
 from engine.launch import start_engine
@@ -33,6 +36,7 @@ __all__ = ["add_arguments", "run"]
 GOALS = {1: (0.98, 0.995), 8: (0.98, 0.995), 64: (0.97, 0.995)}  # clients -> HTTP over in process, goal and stretch
 TTFT_GOAL_MS = 3.0
 CACHE_GOAL = 5.0
+_HOST_STEPS = 300
 _SHOWN = ("tok/s", "decode tok/s", "req/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "E2E p50 s", "good", "cached")
 
 
@@ -144,9 +148,11 @@ def _engine(args: argparse.Namespace) -> Iterator[Engine]:
     core, ranks = start_engine(config)
     try:
         engine = Engine(core.config, ModelFiles.read(core.config), core.replica.runner)
+        spare_the_engine()  # as a server does
         try:
             yield engine
         finally:
+            gc.unfreeze()
             engine.close()
     finally:
         ranks.close()
@@ -160,7 +166,18 @@ def run(args: argparse.Namespace) -> Report:
     with _engine(args) as engine:
         for point in points:
             _measure(point, args, engine, limits)
-        return _report(args, engine, points)
+        return _report(args, engine, points, _host_rows(args, engine, points) if args.host_cost else [])
+
+
+def _host_rows(args: argparse.Namespace, engine: Engine, points: list[Point]) -> list[dict[str, Any]]:
+    steps = min(_HOST_STEPS, engine.runner.max_model_len - args.prompt_tokens - 4 * WARM_UP_STEPS)
+    if steps < 1:
+        raise ConfigError(f"--host-cost decodes behind {args.prompt_tokens} tokens; raise --max-model-len.")
+    batches = [point.concurrency for point in points if point.concurrency]
+    return [
+        measure_host(engine.core("in-process"), engine.vocabulary, batch, args.prompt_tokens, steps)
+        for batch in batches
+    ]
 
 
 def _measure(point: Point, args: argparse.Namespace, engine: Engine, limits: Limits) -> None:
@@ -226,10 +243,11 @@ def _cache_rows(points: list[Point]) -> list[dict[str, Any]]:
     return rows
 
 
-def _report(args: argparse.Namespace, engine: Engine, points: list[Point]) -> Report:
+def _report(args: argparse.Namespace, engine: Engine, points: list[Point], host: list[dict[str, Any]]) -> Report:
     rows = [point.row(arm) for point in points for arm in point.samples]
     ratios, caches = _ratio_rows(points), _cache_rows(points)
     notes = [f"\n{format_table(table)}\n" for table in (ratios, caches) if table]
+    notes += [f"The host's work for a decode step\n{format_table(host)}", *NOTES, ""] if host else []
     notes += [
         f"TTFT, ITL in ms: medians of {args.rounds} rounds, spread (largest - smallest) / median of tok/s.",
         f"good: first token within {args.ttft_limit_ms:g} ms and 99 % of later ones within {args.itl_limit_ms:g} ms.",
@@ -245,6 +263,7 @@ def _report(args: argparse.Namespace, engine: Engine, points: list[Point]) -> Re
         "settings": settings(args) | {"max_model_len": engine.runner.max_model_len},
         "http_over_in_process": ratios,
         "prefix_cache": caches,
+        "host": host,
         "http": engine.carrier,
         "samples": [
             {"load": point.name, "arm": arm, "rounds": [sample.figures for sample in samples]}

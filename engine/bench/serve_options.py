@@ -29,9 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "arms": "in-process,in-process" + BASELINE,
         "trace": "shared-prefix",
         "clients": "1",
-        "waves": 16,
+        "waves": {"cuda": 16, "cpu": 8},
         "output_tokens": 8,
-        "prompt_tokens": {"cuda": 8192, "cpu": 2048},
+        "prompt_tokens": {"cuda": 8192, "cpu": 1024},
     },
     "agents": {"arms": "http,http" + BASELINE, "trace": "agents", "clients": "4", "waves": 2, "rounds": 1},
 }
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--turns", type=int, help="agents: mean turns of a session (12)")
     load.add_argument("--think", type=float, help="agents: factor of the times between turns (1)")
     load.add_argument("--scale", type=float, help="agents: factor of all lengths (default: 1 for a context of 128k)")
+    load.add_argument("--host-cost", action="store_true", help="also the host's work for a decode step, by parts")
     load.add_argument("--ttft-limit-ms", type=float, help="of a good request (2000 on a GPU, 5000 on a CPU)")
     load.add_argument("--itl-limit-ms", type=float, help="of a good request, p99 (50 on a GPU, 500 on a CPU)")
     engine = parser.add_argument_group("engine")

@@ -86,6 +86,8 @@ def _check_values(root: dict[str, Any]) -> None:
             if isinstance(value, dict):
                 _check_text(" ".join(value), field)
                 value = value.values()
+            elif value and set(map(type, value)) == {int}:  # a prompt of token ids, perhaps very long
+                value = min(value), max(value)
             todo.extend((item, field, depth + 1) for item in value)
 
 

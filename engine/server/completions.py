@@ -48,7 +48,7 @@ async def encode_prompts(client: EngineClient, prompt: Any) -> list[list[int]]:
         encode_text = client.tokenizer.encode
         return [encode_text(item, allow_special=True) if isinstance(item, str) else item for item in prompts]
 
-    return await asyncio.to_thread(encode)
+    return await asyncio.to_thread(encode) if any(isinstance(item, str) for item in prompts) else prompts
 
 
 def completion_params(body: CompletionRequest, client: EngineClient) -> SamplingParams:

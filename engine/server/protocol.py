@@ -40,7 +40,7 @@ def documented(**schema: Any) -> Any:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _is_strings(value: Any) -> bool:

@@ -52,8 +52,9 @@ def test_agents_in_an_open_loop(tmp_path):
 
 def test_a_made_up_share_serves_too(tmp_path):
     model = str(config_directory(tmp_path / "model"))
-    share = ["--model", model, "--tp-share", "2", "--layers", "2", "--clients", "2", "--rounds", "1"]
-    result = measured(tmp_path, *share, "--prompt-tokens", "20", "--output-tokens", "4", "--max-model-len", "64")
+    share = ["--model", model, "--tp-share", "2", "--layers", "2", "--clients", "2", "--rounds", "1", "--host-cost"]
+    result = measured(tmp_path, *share, "--prompt-tokens", "20", "--output-tokens", "4", "--max-model-len", "230")
+    assert [row["requests"] for row in result["host"]] == [2] and result["host"][0]["schedule"] > 0
     assert result["world"] == {"tp": 2, "ep": 1} and result["layers"] == 2
     assert [r["errors"] for r in result["rows"]] == [0, 0]
 
