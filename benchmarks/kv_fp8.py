@@ -7,7 +7,8 @@ texts: held-out prompts and the answers that the model with a plain cache gives 
 token: perplexity, the mean divergence KL(plain || fp8) of the next token's distribution, how often both name the same
 likeliest token; and how many answers stay the same when the model with the FP8 cache writes its own.
 attention: one layer at Kimi-K2.5's widths (8 heads over 4096 keys) over normed latents: the relative error of its
-output against float32 over exact rows. Latents are Gaussian, heavy-tailed, or Gaussian with channels 30 times as large.
+output against float32 over exact rows. Rows are those of the trained model's layers, which has K2.5's widths, or made
+up: Gaussian, heavy-tailed, or Gaussian with channels 30 times as large.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tests.answers import ask
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error
 
 LATENT, ROPE, HEADS, KEYS, SCALE = 512, 64, 8, 4096, 192**-0.5
-KINDS = ("gaussian", "heavy-tailed", "large channels")
+MADE_UP = ("gaussian", "heavy-tailed", "large channels")
 
 
 def engine(device: str, kv_cache_dtype: str) -> EngineCore:
@@ -59,6 +60,18 @@ def log_probs(core: EngineCore, token_ids: list[int]) -> torch.Tensor:
     return runner.model.logits(hidden_TD[:-1]).float().log_softmax(-1)
 
 
+def trained_rows(core: EngineCore, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Of each layer the cache rows of several texts, float32 [KEYS, C + R]."""
+    found, count = [], 0
+    for text in texts:
+        log_probs(core, text)
+        found.append(core.replica.runner.caches[:, 1:].flatten(1, 2)[:, : len(text)].float().cpu())
+        count += len(text)
+        if count >= KEYS:
+            return list(torch.cat(found, 1)[:, :KEYS])
+    raise ValueError(f"the texts have {count} tokens, fewer than {KEYS}; take more with --prompts.")
+
+
 def compare(plain: torch.Tensor, ours: torch.Tensor, token_ids: list[int]) -> dict[str, torch.Tensor]:
     """Token by token."""
     targets = torch.tensor(token_ids[1:], device=plain.device).unsqueeze(1)
@@ -70,10 +83,8 @@ def compare(plain: torch.Tensor, ours: torch.Tensor, token_ids: list[int]) -> di
     }
 
 
-def measure_texts(device: str, prompts: int, tokens: int) -> dict[str, Any]:
-    asked = [ids for group in read_prompts(PROMPTS, prompts).values() for ids in group]
+def measure_texts(plain: EngineCore, ours: EngineCore, asked: list[list[int]], tokens: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    plain, ours = engine(device, "auto"), engine(device, "fp8")
     answers, others = (
         [answer.token_ids for answer in ask(core, *((ids, params) for ids in asked))] for core in (plain, ours)
     )
@@ -91,6 +102,7 @@ def measure_texts(device: str, prompts: int, tokens: int) -> dict[str, Any]:
         "perplexity fp8": perplexity["fp8"],
         "perplexity ratio": perplexity["fp8"] / perplexity["plain"],
         "mean KL": float(found["kl"].mean()),
+        "median KL": float(found["kl"].median()),
         "99th percentile KL": float(found["kl"].quantile(0.99)),
         "same likeliest token": float(found["same"].mean()),
         "answers unchanged": sum(a == b for a, b in zip(answers, others, strict=True)) / len(answers),
@@ -129,15 +141,18 @@ SCALES = {
 }
 
 
-def attention_case(kind: str, device: str) -> DecodeCase:
+def made_up_rows(kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.cat([latents(kind, KEYS, generator), torch.randn(KEYS, ROPE, generator=generator)], 1)
+
+
+def attention_case(rows: torch.Tensor, device: str) -> DecodeCase:
     """A query token of each of 8 heads over 4096 keys; scores have a deviation of about 2, so that some keys count."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = {"latent": LATENT, "rope": ROPE, "values": 128, "page": 64, "heads": HEADS, "dtype": dtype}
     case = decode_case([1], [KEYS], **shape)
-    rows = torch.cat([latents(kind, KEYS, torch.Generator().manual_seed(1)), case.cache.new_zeros(KEYS, ROPE)], 1)
-    rows[:, LATENT:] = torch.randn(KEYS, ROPE, generator=torch.Generator().manual_seed(2))
     case.cache[case.block_table_NB[0]] = rows.to(dtype).view(-1, 64, LATENT + ROPE)
-    case.q_THX = case.q_THX * (2 / (SCALE * (LATENT + ROPE) ** 0.5))
+    case.q_THX = (case.q_THX * (2 / (SCALE * float(rows.norm(dim=1).mean())))).to(dtype)
     tensors = {name: x.to(device) for name, x in vars(case).items() if isinstance(x, torch.Tensor)}
     return replace(case, **tensors)
 
@@ -152,9 +167,11 @@ def attend(case: DecodeCase, device: str) -> torch.Tensor:
     return torch.einsum("thc,hvc->thv", out_THC, case.w_v_HVC)
 
 
-def measure_attention(device: str) -> Iterator[dict[str, Any]]:
-    for kind in KINDS:
-        case = attention_case(kind, device)
+def measure_attention(device: str, trained: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    cases = {f"trained, layer {i}": rows for i, rows in enumerate(trained)}
+    cases |= {kind: made_up_rows(kind) for kind in MADE_UP}
+    for kind, rows in cases.items():
+        case = attention_case(rows, device)
         exact = expected_decode(case, SCALE)
         used = case.cache[case.block_table_NB[0]]
         row = {"latents": kind, "plain cache": relative_error(attend(case, device), exact)}
@@ -179,7 +196,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     torch.set_num_threads(1)
-    texts, rows = measure_texts(args.device, args.prompts, args.tokens), list(measure_attention(args.device))
+    asked = [ids for group in read_prompts(PROMPTS, args.prompts).values() for ids in group]
+    plain, ours = engine(args.device, "auto"), engine(args.device, "fp8")
+    texts = measure_texts(plain, ours, asked, args.tokens)
+    rows = list(measure_attention(args.device, trained_rows(plain, asked)))
     print(f"{format_table([texts])}\n\n{format_table(rows)}")
     if args.json:
         facts = environment(["python", "benchmarks/kv_fp8.py", *(sys.argv[1:] if given is None else given)])
