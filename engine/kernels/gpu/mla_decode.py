@@ -25,6 +25,7 @@ from engine.kernels.gpu.kv_rows import from_e4m3, rope_at, scale_at
 from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.mla_merge import combine, merge_cases, split_size, up_project
 from engine.kernels.gpu.pdl import launch_options, wait
+from engine.kernels.kv_layout import LEAST_CAPABILITY
 
 MAX_QUERY_LEN = 16
 
@@ -257,7 +258,7 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
     config = config or config_for(capability)
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": 64}
     splits["PDL"] = capability >= (9, 0)
-    cases, has_bytes = [], capability >= kv_rows.LEAST_CAPABILITY
+    cases, has_bytes = [], capability >= LEAST_CAPABILITY
     for heads, query_len in ((8, 1), (8, 2), (8, 4), (64, 4)):
         rows = min(_power_of_two(heads * query_len, 8 if config.hopper else 16), config.max_rows)
         constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows} | splits
