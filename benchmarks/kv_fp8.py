@@ -65,7 +65,8 @@ def trained_rows(core: EngineCore, texts: list[list[int]]) -> list[torch.Tensor]
     found, count = [], 0
     for text in texts:
         log_probs(core, text)
-        found.append(core.replica.runner.caches[:, 1:].flatten(1, 2)[:, : len(text)].float().cpu())
+        used = core.replica.runner.caches[:, 1 : 2 + len(text) // 64]
+        found.append(used.flatten(1, 2)[:, : len(text)].float().cpu())
         count += len(text)
         if count >= KEYS:
             return list(torch.cat(found, 1)[:, :KEYS])

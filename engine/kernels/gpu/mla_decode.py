@@ -264,11 +264,11 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
         constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows} | splits
         name = f"attend {heads}x{query_len}"
         if config.hopper:
-            for kind, in_bytes in (("bf16", False), ("fp8", True)):
+            for kind, in_bytes in (("bf16", False), ("fp8", True))[: 2 if heads == 8 else 1]:
                 cases.append(mla_decode_hopper.compile_case(f"{name} {kind}", ATTEND_SIGNATURE, constants, in_bytes))
             continue
         constants |= {"PAGE": 64, "TOKENS": config.tokens, "STAGES": config.stages}
-        for row, kind in ((0, "*bf16"), (kv_rows.K25_ROW_BYTES, "*u8"))[: 2 if has_bytes else 1]:
+        for row, kind in ((0, "*bf16"), (kv_rows.K25_ROW_BYTES, "*u8"))[: 2 if has_bytes and heads == 8 else 1]:
             signature = ATTEND_SIGNATURE | {"cache_ptr": kind}
             cases.append((f"{name} {kind}", _attend, signature, constants | {"ROW": row}, {"num_warps": config.warps}))
     return cases + merge_cases(splits, config.columns, config.values)
