@@ -29,7 +29,7 @@ if __package__ in (None, ""):  # started by its path
 
 from engine.bench.report import environment, format_table
 from engine.bench.spec_text import PROMPTS, read_prompts
-from engine.config import TINY_CHECKPOINT, EngineConfig
+from engine.config import KV_CACHE_DTYPES, TINY_CHECKPOINT, EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
@@ -171,10 +171,11 @@ def score(core: EngineCore, difference: Difference, expected: list[list[int]], a
 class Engines:
     """Starts them on one model and device. drafts: where the trained one lies, and that of random weights."""
 
-    def __init__(self, model: str, device: str, drafts: dict[str, str]):
+    def __init__(self, model: str, device: str, drafts: dict[str, str], kv_cache_dtype: str = "auto"):
         self.model, self.drafts = model, drafts
         self._place = {"device": device, "dtype": "bfloat16"} if device == "cuda" else {}
         self._settings = {"max_num_seqs": 64, "kv_cache_memory_gb": _CACHE_GB, "expert_load": False}
+        self._settings["kv_cache_dtype"] = kv_cache_dtype
 
     def start(self, setting: Setting | None, budget: int = 2048) -> tuple[EngineCore, Callable[[], None]]:
         """None: a plain one whose steps have so many tokens at most. And what ends it."""
@@ -274,6 +275,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafts", default="trained,random,wrong,right")
     parser.add_argument("--worlds", default="1,2,4", help="ranks; those above 1 over gloo, on the CPU alone")
     parser.add_argument("--ranked", type=int, default=12, help="requests for each world above 1 (default 12)")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of all engines alike")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(given)
 
@@ -289,7 +291,8 @@ def main(given: list[str] | None = None) -> int:
     vocabulary = ModelFiles.read(EngineConfig(model)).model_config.vocab_size
     asked = requests(args.prompts, args.tokens, vocabulary)
     with tempfile.TemporaryDirectory() as name:
-        engines = Engines(model, args.device, {"trained": "auto", "random": str(write_draft(name))})
+        directories = {"trained": "auto", "random": str(write_draft(name))}
+        engines = Engines(model, args.device, directories, args.kv_cache_dtype)
         rows, scored = measure(engines, settings, asked, args.ranked)
     limit = GAP if args.device == "cuda" else 0.0
     fails = [d for d in scored if not d.gap < limit]

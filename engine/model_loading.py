@@ -58,7 +58,9 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
     try:
-        backend_name = attention_backends.choose(config.attention_backend, device, dtype)
+        backend_name = attention_backends.choose(
+            config.attention_backend, device, dtype, config.kv_cache_dtype == "fp8"
+        )
         model = files.entry.load_model(
             str(files.directory),
             files.model_config,

@@ -52,6 +52,12 @@ def test_the_trained_draft_changes_no_token():
     assert different == [] and rows[0]["accepted"] > 10
 
 
+def test_no_draft_changes_a_token_over_a_cache_in_bytes(engines):
+    over_bytes = Engines(engines.model, "cpu", engines.drafts, "fp8")
+    rows, different = measure(over_bytes, [MIXED[0], MIXED[4]], asked_of_small(40), 0)
+    assert different == [] and rows[1]["accepted"] > 100
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_ranks(engines, world):
     rows, different = measure(engines, [Setting("random", 3, world=world)], asked_of_small(12), 12)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import ForwardBatch
+from engine.kernels.kv_layout import LEAST_CAPABILITY
 
 
 class AttentionBackend(Protocol):
@@ -58,11 +59,17 @@ def _triton() -> AttentionBackend:
 ATTENTION_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference, "triton": _triton}
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend's name for "auto". Raises ValueError where the named one cannot run."""
+def choose(name: str, device: torch.device, dtype: torch.dtype, in_bytes: bool = False) -> str:
+    """The backend's name for "auto". in_bytes: the cache has rows of bytes. Raises ValueError where the named one, or
+    such a cache, cannot run."""
     fast = device.type == "cuda" and dtype == torch.bfloat16
-    if name == "auto":
-        return "triton" if fast else "reference"
     if name == "triton" and not fast:
         raise ValueError("attention_backend=triton needs bfloat16 on CUDA; use attention_backend=auto")
+    if fast and in_bytes and (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        raise ValueError(
+            "kv_cache_dtype='fp8' needs a GPU of compute capability {}.{} or newer, and this one has {}.{}; use "
+            "kv_cache_dtype='auto'".format(*LEAST_CAPABILITY, *capability)
+        )
+    if name == "auto":
+        return "triton" if fast else "reference"
     return name

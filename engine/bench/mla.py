@@ -1,7 +1,7 @@
 """`python -m engine.bench mla`: attention over the paged latent cache, one layer of one rank (goal G3).
 
-Decode steps of requests whose context lies random in randomly scattered blocks. Every call reads other blocks or
-another layer's, so that a cache keeps nothing; inside a graph, on a GPU.
+Decode steps, over numbers or rows of bytes (--kv-cache), of requests whose context lies random in randomly scattered
+blocks. Every call reads other blocks or another layer's, so that a cache keeps nothing; inside a graph, on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.bench import share
 from engine.bench.gpu_timing import read_bandwidth, time_calls
 from engine.bench.report import Report, model_name
 from engine.cache_plan import BLOCK_SIZE
-from engine.config import ConfigError
+from engine.config import KV_CACHE_DTYPES, ConfigError
 from engine.model_runner import ModelRunner
 
 LAYERS = 4
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     share.add_arguments(parser)
     parser.add_argument("--points", default="1@4096,8@4096,64@4096,1@32768,8@32768", help="batch@context")
     parser.add_argument("--queries", default="1,4", help="query tokens of each request (default 1,4)")
+    parser.add_argument("--kv-cache", default="auto", help="kv_cache_dtype, one or both: auto,fp8 (default auto)")
 
 
 def attention_call(
@@ -74,13 +75,17 @@ def measure(
 ) -> dict[str, Any]:
     """One row: microseconds of a call, bytes of the cache it reads, fraction of the streaming rate."""
     batch, context, queries = point
-    num_bytes = batch * context * share.sizes(runner).token_bytes
+    kind = runner.config.kv_cache_dtype
+    token_bytes = share.sizes(runner).token_bytes if kind == "auto" else runner.caches.shape[-1]
+    num_bytes = batch * context * token_bytes
     calls = calls_of(runner, point, num_bytes, args.seed)
     for call in calls:
         if not call().isfinite().all():
             raise RuntimeError(f"attention gave values that are not finite ({batch} @ {context}, {queries} queries).")
     timing = time_calls(calls, runner.parallel.device, args.replays, not args.eager)
+    has_goal = kind == "auto"
     return {
+        "cache": kind,
         "requests": batch,
         "context": context,
         "queries": queries,
@@ -89,8 +94,9 @@ def measure(
         "spread": timing.spread,
         "GB/s": num_bytes / timing.median / 1e9,
         "fraction": num_bytes / timing.median / bandwidth,
-        "goal us": G3_US.get(point),
-        "goal fraction": G3_FRACTION.get(point),
+        "goal us": G3_US.get(point) if has_goal else None,
+        "goal fraction": G3_FRACTION.get(point) if has_goal else None,
+        "times as fast as auto": None,
         "over 1 query": None,
         "goal over 1": G3_RATIO.get(queries),
         "timed": timing.mode,
@@ -103,13 +109,13 @@ def run(args: argparse.Namespace) -> Report:
     queries = share.parse_counts(args.queries, "--queries")
     if max(queries) > MAX_QUERIES:
         raise ConfigError(f"--queries {max(queries)}: attention folds at most {MAX_QUERIES} query tokens of a request.")
-    runner = _runner(args, points, max(queries))
+    runners = [_runner(args, kind, points, max(queries)) for kind in _kinds(args.kv_cache)]
+    runner = runners[0]
     bandwidth = read_bandwidth(runner.parallel.device)
-    rows = [measure(runner, (*point, number), args, bandwidth) for point in points for number in queries]
-    single = {(row["requests"], row["context"]): row["us"] for row in rows if row["queries"] == 1}
-    for row in rows:
-        if row["queries"] > 1 and (row["requests"], row["context"]) in single:
-            row["over 1 query"] = row["us"] / single[row["requests"], row["context"]]
+    rows = [
+        measure(one, (*point, number), args, bandwidth) for point in points for number in queries for one in runners
+    ]
+    _compare(rows)
     heads = runner.model.layers[0].self_attn.num_heads
     notes = [
         f"Streaming read {bandwidth / 1e9:.0f} GB/s in this process. spread: (p90 - p10) / median.",
@@ -126,10 +132,29 @@ def run(args: argparse.Namespace) -> Report:
     return Report(f"Attention of a layer, {heads} heads: {model_name(args.model)}", rows, notes, data)
 
 
-def _runner(args: argparse.Namespace, points: list[tuple[int, int]], queries: int) -> ModelRunner:
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if not set(kinds) <= set(KV_CACHE_DTYPES) or len(set(kinds)) < len(kinds):
+        raise ConfigError(f"--kv-cache must be one or more of {', '.join(KV_CACHE_DTYPES)}, each once, not {text!r}.")
+    return kinds
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Fills in each row's time over that of one query, and what rows of bytes gain."""
+    times = {(row["cache"], row["requests"], row["context"], row["queries"]): row["us"] for row in rows}
+    for row in rows:
+        point = (row["requests"], row["context"])
+        if row["queries"] > 1 and (row["cache"], *point, 1) in times:
+            row["over 1 query"] = row["us"] / times[row["cache"], *point, 1]
+        if row["cache"] != "auto" and ("auto", *point, row["queries"]) in times:
+            row["times as fast as auto"] = times["auto", *point, row["queries"]] / row["us"]
+
+
+def _runner(args: argparse.Namespace, kind: str, points: list[tuple[int, int]], queries: int) -> ModelRunner:
     overrides = {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
     most = max(batch for batch, _ in points)
-    config = share.share_config(args, 1, hf_overrides=overrides, max_num_batched_tokens=most * queries)
+    settings = {"max_num_batched_tokens": most * queries, "kv_cache_dtype": kind}
+    config = share.share_config(args, 1, hf_overrides=overrides, **settings)
     longest = max(context for _, context in points)
     return share.build_runner(config, max(_blocks(args, *point) for point in points), longest, most)
 

@@ -11,6 +11,7 @@ from engine.bench.roofline import ShareSizes
 from engine.cache_plan import BLOCK_SIZE
 from engine.comm.parallel_state import ParallelState
 from engine.config import DEVICES, DTYPES, FULL_CONFIG, ConfigError, EngineConfig
+from engine.kernels import kv_layout
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
 from engine.request import Request, SamplingParams
@@ -65,9 +66,11 @@ def build_runner(
     model = files.model_config
     if longest > model.max_position_embeddings:
         raise ConfigError(f"{longest} tokens are more than the model's {model.max_position_embeddings} positions.")
-    numbers = model.num_hidden_layers * BLOCK_SIZE * (model.kv_lora_rank + model.qk_rope_head_dim)
-    numbers += 0 if files.draft is None else BLOCK_SIZE * 2 * model.hidden_size  # no draft's cache is wider than this
-    block_bytes = numbers * getattr(torch, config.dtype).itemsize
+    dtype, layout = getattr(torch, config.dtype), kv_layout.LAYOUTS[config.kv_cache_dtype]
+    row_bytes = layout.width(model.kv_lora_rank, model.qk_rope_head_dim) * layout.dtype(dtype).itemsize
+    row_bytes *= model.num_hidden_layers
+    row_bytes += 0 if files.draft is None else 2 * model.hidden_size * dtype.itemsize  # no draft's row is wider
+    block_bytes = BLOCK_SIZE * row_bytes
     config = EngineConfig(
         **vars(config)
         | {
@@ -77,9 +80,17 @@ def build_runner(
         }
     )
     runner = runner_class(config, files, parallel or _alone(config))
-    generator = torch.Generator(runner.parallel.device).manual_seed(config.seed)
-    runner.caches.normal_(generator=generator)
+    fill_caches(runner)
     return runner
+
+
+def fill_caches(runner: ModelRunner) -> None:
+    """With random numbers, a layer at a time."""
+    generator = torch.Generator(runner.parallel.device).manual_seed(runner.config.seed)
+    width, latent = runner.model.cache_width, runner.model.latent_width
+    for cache in runner.caches:
+        rows = torch.empty(*cache.shape[:2], width, dtype=runner.model.dtype, device=cache.device)
+        cache.copy_(kv_layout.of(cache).pack(rows.normal_(generator=generator), latent))
 
 
 def _alone(config: EngineConfig) -> ParallelState:

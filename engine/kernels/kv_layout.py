@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+LEAST_CAPABILITY = (8, 9)  # of a GPU: the first whose kernels know float8_e4m3fn
 ROW_ALIGNMENT = 16  # bytes; what the tensor memory accelerator asks of a row's stride
 _LARGEST_EXPONENT = 8  # 448 = 1.75 * 2^8, the largest float8_e4m3fn
 _MANTISSA_BITS = 23

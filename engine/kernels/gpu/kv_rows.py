@@ -13,9 +13,9 @@ import triton.language as tl
 
 from engine.kernels import kv_layout
 from engine.kernels.gpu.pdl import launch_options, wait
+from engine.kernels.kv_layout import LEAST_CAPABILITY
 
 GATHER_ROWS = 16
-LEAST_CAPABILITY = (8, 9)  # the first whose Triton knows float8_e4m3fn
 K25_ROW_BYTES = kv_layout.places(512, 64).end
 
 

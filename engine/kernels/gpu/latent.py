@@ -14,6 +14,7 @@ from engine.kernels.gpu import kv_rows, pdl
 from engine.kernels.gpu.dense import tile_rows
 from engine.kernels.gpu.kv_rows import from_e4m3, magnitude_bits, rope_at, row_scale, scale_at, to_e4m3
 from engine.kernels.gpu.norm import normalized
+from engine.kernels.kv_layout import LEAST_CAPABILITY
 
 LATENT_WARPS = 16
 
@@ -259,7 +260,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     query = {"parts_ptr": "*fp32", "w_ptr": "*bf16", "angles_ptr": "*fp32", "out_ptr": "*bf16", "num_rows": "i32"}
     query["head_stride"] = "i32"
     widths = {"Q": 1536, "C": 512, "R": 64, "BLOCK_Q": 2048, "NORM_Q": True, "ROW": 0} | pdl_on
-    to_bytes = {"ROW": kv_rows.K25_ROW_BYTES} if capability >= kv_rows.LEAST_CAPABILITY else {}
+    to_bytes = {"ROW": kv_rows.K25_ROW_BYTES} if capability >= LEAST_CAPABILITY else {}
     heads = {"H": 8, "N": 128, "R": 64, "C": 512, "BLOCK_C": 64} | pdl_on
     turned = {"q_ptr": "*bf16", "angles_ptr": "*fp32"} | dict.fromkeys(("H", "WIDTH", "N"), "i32")
     return [

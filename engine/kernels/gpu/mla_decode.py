@@ -25,6 +25,7 @@ from engine.kernels.gpu.kv_rows import from_e4m3, rope_at, scale_at
 from engine.kernels.gpu.mla_decode_hopper import SPECIALIZATION
 from engine.kernels.gpu.mla_merge import combine, merge_cases, split_size, up_project
 from engine.kernels.gpu.pdl import launch_options, wait
+from engine.kernels.kv_layout import LEAST_CAPABILITY
 
 MAX_QUERY_LEN = 16
 
@@ -257,17 +258,17 @@ def compile_cases(capability: tuple[int, int], config: DecodeConfig | None = Non
     config = config or config_for(capability)
     splits = {"MIN_SPLIT": config.min_split, "MAX_SPLITS": config.max_splits, "REQUESTS": 64}
     splits["PDL"] = capability >= (9, 0)
-    cases, has_bytes = [], capability >= kv_rows.LEAST_CAPABILITY
+    cases, has_bytes = [], capability >= LEAST_CAPABILITY
     for heads, query_len in ((8, 1), (8, 2), (8, 4), (64, 4)):
         rows = min(_power_of_two(heads * query_len, 8 if config.hopper else 16), config.max_rows)
         constants = {"H": heads, "C": 512, "R": 64, "ROWS": rows} | splits
         name = f"attend {heads}x{query_len}"
         if config.hopper:
-            for kind, in_bytes in (("bf16", False), ("fp8", True)):
+            for kind, in_bytes in (("bf16", False), ("fp8", True))[: 2 if heads == 8 else 1]:
                 cases.append(mla_decode_hopper.compile_case(f"{name} {kind}", ATTEND_SIGNATURE, constants, in_bytes))
             continue
         constants |= {"PAGE": 64, "TOKENS": config.tokens, "STAGES": config.stages}
-        for row, kind in ((0, "*bf16"), (kv_rows.K25_ROW_BYTES, "*u8"))[: 2 if has_bytes else 1]:
+        for row, kind in ((0, "*bf16"), (kv_rows.K25_ROW_BYTES, "*u8"))[: 2 if has_bytes and heads == 8 else 1]:
             signature = ATTEND_SIGNATURE | {"cache_ptr": kind}
             cases.append((f"{name} {kind}", _attend, signature, constants | {"ROW": row}, {"num_warps": config.warps}))
     return cases + merge_cases(splits, config.columns, config.values)

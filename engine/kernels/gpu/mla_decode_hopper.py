@@ -107,15 +107,21 @@ _TO_BFLOAT16 = gl.constexpr(
 
 
 @gluon.jit
-def _widen(narrow, wide, C: gl.constexpr):
-    """A tile of float8_e4m3fn as bfloat16, ready for the tensor cores."""
+def _widen_and_score(narrow, wide, rope, q_latent, q_rope, scores, C: gl.constexpr):
+    """Starts the scores of a tile of float8_e4m3fn and leaves it as bfloat16: the tensor cores take a panel of columns
+    while the next one is widened."""
+    scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, use_acc=False, is_async=True)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     for i in gl.static_range(C // 128):
         values = narrow.slice(i * 128, 128, dim=1).load(layout)
         values = gl.inline_asm_elementwise(_TO_BFLOAT16, "=r,=r,r", [values], wide.dtype, True, 4)
-        wide.slice(i * 128, 128, dim=1).store(values)
-    fence_async_shared()
-    _barrier()
+        panel = wide.slice(i * 128, 128, dim=1)
+        panel.store(values)
+        fence_async_shared()
+        _barrier()
+        q_panel = q_latent.slice(i * 128, 128, dim=1)
+        scores = warpgroup_mma(panel, q_panel.permute((1, 0)), scores, is_async=True)
+    return scores
 
 
 @gluon.jit
@@ -279,22 +285,25 @@ def _attend(
             latent = latent_ring.index(used % STAGES)
             rope = rope_ring.index(used % STAGES)
             mbarrier.wait(bars.index(used % STAGES), (used // STAGES) & 1)
+            scores = gl.zeros([64, ROWS], gl.float32, layout=mma)
             if BYTES:
-                _widen(latent, wide, C)
+                scores = _widen_and_score(latent, wide, rope, q_latent, q_rope, scores, C)
                 latent = wide
                 scale_K1 = scale_ring.index(used % STAGES).slice(0, 1, dim=1).load(mma)
                 scale_K1 = gl.where(gl.expand_dims(token + keys, 1) < seq_len, scale_K1, 0.0)
-            if token + 64 > seq_len:
-                _clear(latent, seq_len - token, C)
-            scores = gl.zeros([64, ROWS], gl.float32, layout=mma)
-            scores = warpgroup_mma(latent, q_latent.permute((1, 0)), scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, is_async=True)
+            else:
+                if token + 64 > seq_len:
+                    _clear(latent, seq_len - token, C)
+                scores = warpgroup_mma(latent, q_latent.permute((1, 0)), scores, use_acc=False, is_async=True)
+                scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, is_async=True)
             # A tile was issued at the end of the last turn; the first turn found the cursor already moved.
             ahead, ahead_token, ahead_stop, ahead_table, new_from, page = _advance(
                 used > 0, ahead, ahead_token, ahead_stop, ahead_table, new_from, page, table_ptr, table_stride, total,
                 ends, units, lens, first_rows, query_lens, requests, MIN_SPLIT, MAX_SPLITS,
             )  # fmt: skip
             scores = warpgroup_mma_wait(0, deps=(scores,))
+            if BYTES and token + 64 > seq_len:  # scores of rows that nothing wrote are masked
+                _clear(latent, seq_len - token, C)
             visible = gl.expand_dims(token + keys, 1) < gl.expand_dims(row_lens, 0)
             if BYTES:
                 scores = scores * scale_K1

@@ -17,6 +17,16 @@ def test_auto_takes_triton_for_bfloat16_on_cuda_alone():
         choose("triton", CPU, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["auto", "triton", "reference"])
+def test_rows_of_bytes_need_a_gpu_that_knows_the_type(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"capability 8\.9 or newer, and this one has 8\.0; use kv_cache_dtype='auto'"):
+        choose(name, CUDA, torch.bfloat16, in_bytes=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose("auto", CUDA, torch.bfloat16, in_bytes=True) == "triton"
+    assert choose("auto", CPU, torch.float32, in_bytes=True) == "reference"
+
+
 def test_a_mixed_batch_falls_into_runs_of_short_and_long_requests():
     batch = batch_with(torch.arange(8).view(4, 2), [1, 20, 4, 2], [9, 20, 6, 7])
     parts = list(batch.parts(16))

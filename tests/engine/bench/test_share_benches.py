@@ -103,6 +103,19 @@ def test_mla(tmp_path, model):
     assert double["over 1 query"] == pytest.approx(double["us"] / single["us"]) and single["over 1 query"] is None
 
 
+def test_mla_over_rows_of_bytes(tmp_path, model):
+    """Beside plain ones: fewer bytes, and how much faster that is."""
+    points = ["--points", "1@64,3@130", "--queries", "1,2", "--kv-cache", "auto,fp8"]
+    rows = measured(tmp_path, "mla", "--model", model, *points)["rows"]
+    assert [row["cache"] for row in rows] == ["auto", "fp8"] * 4
+    for plain, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (plain["requests"], plain["queries"]) == (ours["requests"], ours["queries"])
+        assert ours["KV MB"] == pytest.approx(ours["requests"] * ours["context"] * 64 / 1e6)
+        assert ours["times as fast as auto"] == pytest.approx(plain["us"] / ours["us"])
+        assert plain["times as fast as auto"] is None
+    assert rows[3]["over 1 query"] == pytest.approx(rows[3]["us"] / rows[1]["us"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -115,6 +128,7 @@ def test_mla(tmp_path, model):
         (["dense", "--tokens", "0"], "--tokens"),
         (["moe", "--layouts", "sideways"], "sideways"),
         (["mla", "--queries", "0"], "--queries"),
+        (["mla", "--kv-cache", "auto,fp4"], "--kv-cache"),
     ],
 )
 def test_a_setting_that_cannot_be_measured_is_refused(capsys, model, arguments, words):
