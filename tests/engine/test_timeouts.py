@@ -105,3 +105,16 @@ def test_in_process_the_finish_reason_says_so(settings):
         assert ended[-1].finish_reason == "timeout", "four answers one after the other"
         again = llm.generate("a", SamplingParams(max_tokens=2, temperature=0))[0].outputs[0]
         assert again.finish_reason in ("stop", "length")
+
+
+@pytest.mark.slow
+def test_two_ranks_end_it_together(settings):
+    """The other rank has no say in it, and agrees on every step after."""
+    short = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(**settings | {"max_num_seqs": 4}, tp=2, request_timeout=0.5) as llm:
+        before = llm.generate("a", short)[0].outputs[0]
+        cut = llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=250, ignore_eos=True, n=8))
+        after = llm.generate("a", short)[0].outputs[0]
+    ended = [answer for output in cut for answer in output.outputs]
+    assert {answer.finish_reason for answer in ended} >= {"timeout"}
+    assert before.token_ids == after.token_ids and before.finish_reason == "length"

@@ -165,12 +165,18 @@ def test_the_sdk_comes_back_when_told(full):
     """One retry, after the seconds that it was told."""
     core, before = full.core, full.client.rejected["queue_full"]
     core.gate = threading.Semaphore(0)
-    holders = [threading.Thread(target=full.post, args=(CHAT, {"messages": HI, "n": 3}))]
-    holders[0].start()
+    holder = threading.Thread(target=full.post, args=(CHAT, {"messages": HI, "n": 3}))
+    holder.start()
     core.wait_for(lambda: len(core.running) == 3)
-    release = threading.Timer(0.3, core.gate.release, args=(10**4,))
-    release.start()
+
+    def make_room() -> None:
+        until(lambda: full.client.rejected["queue_full"] > before, 20, "the SDK has been sent away")
+        core.gate.release(10**4)
+
+    releaser = threading.Thread(target=make_room)
+    releaser.start()
     client = openai.OpenAI(base_url=f"{full.url}/v1", api_key="unused", max_retries=1, timeout=20)
     answer = client.chat.completions.create(model="tiny", messages=HI)
-    assert answer.choices[0].message.content == "answer" and full.client.rejected["queue_full"] > before
-    holders[0].join(20)
+    assert answer.choices[0].message.content == "answer" and full.client.rejected["queue_full"] == before + 1
+    for thread in (holder, releaser):
+        thread.join(20)
