@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=True,
         help="requests share the KV blocks of equal prompt beginnings",
     )
-    engine.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="fp8 halves a token's bytes")
+    engine.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="fp8: 1.75 times the tokens")
     engine.add_argument("--kv-offload-gb", type=float, default=0.0, help="host memory for cold blocks, in GiB a rank")
     engine.add_argument("--max-step-ms", type=float, help="longest step with prefill in it (default: 50 on a GPU)")
     engine.add_argument("--max-queued-requests", type=int, default=1024, help="answers that may wait; more get 429")

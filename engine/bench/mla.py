@@ -98,7 +98,7 @@ def measure(
         "goal fraction": G3_FRACTION.get(point) if has_goal else None,
         "times as fast as auto": None,
         "over 1 query": None,
-        "goal over 1": G3_RATIO.get(queries),
+        "goal over 1": G3_RATIO.get(queries) if has_goal else None,
         "timed": timing.mode,
     }
 

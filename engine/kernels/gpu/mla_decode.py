@@ -213,10 +213,10 @@ def mla_decode(
     """Attention of each request's last query tokens over its cached keys, then W_UV. Returns [T, H, V] like q_THX.
 
     q_THX: [T, H, C + R], absorbed and roped, contiguous; cache: [blocks, page, W], contiguous, rows of either layout in
-    kv_layout, with the same bits whether it holds numbers or the bytes that they are read from; block_table_NB:
-    int32 or int64; query_starts_N1, seq_lens_N: int32, seq_lens_N 0 for a padding request, whose rows give zeros, as do
-    rows beyond the last start. Query i of a request sees keys up to its own position. max_query_len: a bound, 1 to 16.
-    w_v_HVC: rows of C contiguous numbers. Raises ValueError for other lengths.
+    kv_layout; block_table_NB: int32 or int64; query_starts_N1, seq_lens_N: int32, seq_lens_N 0 for a padding request,
+    whose rows give zeros, as do rows beyond the last start. Query i of a request sees keys up to its own position.
+    max_query_len: a bound, 1 to 16. w_v_HVC: rows of C contiguous numbers. Raises ValueError for other lengths and
+    widths.
     """
     if not 1 <= max_query_len <= MAX_QUERY_LEN:
         raise ValueError(f"max_query_len is {max_query_len}; decode takes 1 to {MAX_QUERY_LEN}, use prefill beyond")

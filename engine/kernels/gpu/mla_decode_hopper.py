@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine.kernels.gpu.mla_widen import barrier, widen_and_score
 from engine.kernels.gpu.pdl import wait
 
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # its name before and since Triton 3.7
 TOKENS = 64
 # One binary whatever the batch: its size, its tables' width and where they lie do not make another.
 SPECIALIZATION = {
@@ -85,45 +85,6 @@ def _issue(
         tma.async_copy_global_to_shared(rope_desc, [row, C], bar, rope_ring.index(k % STAGES))
 
 
-# Four float8_e4m3fn to bfloat16: their bits moved to where the wider type has them, times 2^120 for its exponent's
-# bias. The compiler's own conversion goes by way of float16, one number at a time. NaN is not known here: a row that
-# has one has it for a scale too.
-_TO_BFLOAT16 = gl.constexpr(
-    """{
-    .reg .b32 a, b, c, d, bias;
-    mov.b32 bias, 0x7b807b80;
-    prmt.b32 a, 0, $2, 0x5140;
-    prmt.b32 b, 0, $2, 0x7160;
-    and.b32 c, a, 0x7f007f00;
-    and.b32 d, b, 0x7f007f00;
-    shr.b32 c, c, 4;
-    shr.b32 d, d, 4;
-    mul.bf16x2 c, c, bias;
-    mul.bf16x2 d, d, bias;
-    lop3.b32 $0, a, 0x80008000, c, 0xea;
-    lop3.b32 $1, b, 0x80008000, d, 0xea;
-    }"""
-)
-
-
-@gluon.jit
-def _widen_and_score(narrow, wide, rope, q_latent, q_rope, scores, C: gl.constexpr):
-    """Starts the scores of a tile of float8_e4m3fn and leaves it as bfloat16: the tensor cores take a panel of columns
-    while the next one is widened."""
-    scores = warpgroup_mma(rope, q_rope.permute((1, 0)), scores, use_acc=False, is_async=True)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    for i in gl.static_range(C // 128):
-        values = narrow.slice(i * 128, 128, dim=1).load(layout)
-        values = gl.inline_asm_elementwise(_TO_BFLOAT16, "=r,=r,r", [values], wide.dtype, True, 4)
-        panel = wide.slice(i * 128, 128, dim=1)
-        panel.store(values)
-        fence_async_shared()
-        _barrier()
-        q_panel = q_latent.slice(i * 128, 128, dim=1)
-        scores = warpgroup_mma(panel, q_panel.permute((1, 0)), scores, is_async=True)
-    return scores
-
-
 @gluon.jit
 def _clear(latent, num_rows, C: gl.constexpr):
     """Zeros in the rows of a tile that nothing wrote: they may hold NaN."""
@@ -134,7 +95,7 @@ def _clear(latent, num_rows, C: gl.constexpr):
         values = panel.load(layout)
         panel.store(gl.where(gl.expand_dims(unwritten, 1), gl.zeros_like(values), values))
     fence_async_shared()
-    _barrier()
+    barrier()
 
 
 @gluon.jit
@@ -287,7 +248,7 @@ def _attend(
             mbarrier.wait(bars.index(used % STAGES), (used // STAGES) & 1)
             scores = gl.zeros([64, ROWS], gl.float32, layout=mma)
             if BYTES:
-                scores = _widen_and_score(latent, wide, rope, q_latent, q_rope, scores, C)
+                scores = widen_and_score(latent, wide, rope, q_latent, q_rope, scores, C)
                 latent = wide
                 scale_K1 = scale_ring.index(used % STAGES).slice(0, 1, dim=1).load(mma)
                 scale_K1 = gl.where(gl.expand_dims(token + keys, 1) < seq_len, scale_K1, 0.0)
@@ -318,7 +279,7 @@ def _attend(
             probs_tile.permute((1, 0)).store(probs.to(dtype))
             acc = acc * gl.expand_dims(gl.convert_layout(shrink, sum_row_layout), 0)
             fence_async_shared()
-            _barrier()
+            barrier()
             if (token + 64 >= stop) & (unit + gl.num_programs(0) < total):  # no warp needs these queries any more
                 next_n = gl.sum((ends <= unit + gl.num_programs(0)).to(gl.int32), 0)
                 next_row = gl.sum(gl.where(requests == next_n, first_rows, 0), 0)
@@ -330,7 +291,7 @@ def _attend(
                 )  # fmt: skip
             acc = warpgroup_mma(latent.permute((1, 0)), probs_tile.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            _barrier()
+            barrier()
             if not BYTES and ahead < total:  # the slot is free: its next tile starts at once, before a unit's end
                 _issue(
                     latent_desc, rope_desc, scale_desc, page * 64, latent_ring, rope_ring, scale_ring, bars, used, C, R,
