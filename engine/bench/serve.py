@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from engine.bench.host import NOTES, WARM_UP_STEPS, measure_host
 from engine.bench.report import MeasurementError, Report, format_table, model_name
 from engine.bench.serve_arms import ClientProcess, InProcess, http_server
 from engine.bench.serve_load import Load
-from engine.bench.serve_options import BASELINE, add_arguments, engine_config, fill_in, points_of
+from engine.bench.serve_options import BASELINE, add_arguments, engine_config, plans_of, points_of
 from engine.bench.serve_stats import Limits, Record, summarise_load
+from engine.bench.serve_tables import Point, Sample, cache_rows, ratio_rows
 from engine.bench.share import settings
 from engine.collector import spare_the_engine
 from engine.config import ConfigError
@@ -33,19 +33,7 @@ from engine.model_files import ModelFiles
 
 __all__ = ["add_arguments", "run"]
 
-GOALS = {1: (0.98, 0.995), 8: (0.98, 0.995), 64: (0.97, 0.995)}  # clients -> HTTP over in process, goal and stretch
-TTFT_GOAL_MS = 3.0
-CACHE_GOAL = 5.0
 _HOST_STEPS = 300
-_SHOWN = ("tok/s", "decode tok/s", "req/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "E2E p50 s", "good", "cached")
-
-
-@dataclass
-class Sample:
-    """One arm's run of one point's load in one round."""
-
-    figures: dict[str, Any]
-    records: list[Record]
 
 
 @dataclass
@@ -91,41 +79,14 @@ class Engine:
             self.clients.close()
 
 
-@dataclass
-class Point:
-    """A load's setting and what its arms did, round by round."""
-
-    name: str
-    concurrency: int | None
-    rate: float | None
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-
-    def load(self, args: argparse.Namespace, engine: Engine, number: int) -> Load:
-        seed = args.seed * 1_000_003 + number * 1_009 + (self.concurrency or 0)
-        count = args.requests or (self.concurrency * args.waves if self.concurrency else 32)
-        sessions = _sessions(args, count, engine, seed)
-        if self.concurrency is not None:
-            return Load(sessions, concurrency=self.concurrency)
-        return Load(sessions, arrivals=traces.arrivals(count, self.rate, seed))
-
-    def median(self, arm: str, figure: str) -> float | None:
-        values = [sample.figures[figure] for sample in self.samples[arm]]
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
-
-    def paired(self, arm: str, other: str, figure: str) -> list[tuple[float, float]]:
-        """The figure in both arms, of each round in which both have it."""
-        pairs = zip(self.samples[arm], self.samples[other], strict=True)
-        both = [(one.figures[figure], two.figures[figure]) for one, two in pairs]
-        return [pair for pair in both if None not in pair]
-
-    def row(self, arm: str) -> dict[str, Any]:
-        figures = [sample.figures for sample in self.samples[arm]]
-        rates = [f["tok/s"] for f in figures if f["tok/s"]]
-        row: dict[str, Any] = {"load": self.name, "arm": arm, "requests": figures[0]["requests"]}
-        row |= {name: self.median(arm, name) for name in _SHOWN}
-        row["spread"] = (max(rates) - min(rates)) / statistics.median(rates) if rates else None
-        return row | {name: sum(f[name] for f in figures) for name in ("preempted", "429", "errors")}
+def _load(point: Point, engine: Engine, number: int) -> Load:
+    args = point.args
+    seed = args.seed * 1_000_003 + number * 1_009 + (point.concurrency or 0)
+    count = args.requests or (point.concurrency * args.waves if point.concurrency else 32)
+    sessions = _sessions(args, count, engine, seed)
+    if point.concurrency is not None:
+        return Load(sessions, concurrency=point.concurrency)
+    return Load(sessions, arrivals=traces.arrivals(count, point.rate, seed))
 
 
 def _sessions(args: argparse.Namespace, count: int, engine: Engine, seed: int) -> list[traces.Session]:
@@ -160,32 +121,32 @@ def _engine(args: argparse.Namespace) -> Iterator[Engine]:
 
 def run(args: argparse.Namespace) -> Report:
     """Raises ConfigError for a setting that cannot be measured, MeasurementError where no request was answered."""
-    fill_in(args, torch.cuda.is_available())
-    limits = Limits(args.ttft_limit_ms / 1e3, args.itl_limit_ms / 1e3)
-    points = [Point(*setting) for setting in points_of(args)]
-    with _engine(args) as engine:
+    plans = plans_of(args, torch.cuda.is_available())
+    points = [Point(plan, *setting) for plan in plans for setting in points_of(plan)]
+    with _engine(plans[0]) as engine:
         for point in points:
-            _measure(point, args, engine, limits)
-        return _report(args, engine, points, _host_rows(args, engine, points) if args.host_cost else [])
+            _measure(point, engine)
+        return _report(plans, engine, points, _host_rows(plans[0], engine, points) if args.host_cost else [])
 
 
 def _host_rows(args: argparse.Namespace, engine: Engine, points: list[Point]) -> list[dict[str, Any]]:
     steps = min(_HOST_STEPS, engine.runner.max_model_len - args.prompt_tokens - 4 * WARM_UP_STEPS)
     if steps < 1:
         raise ConfigError(f"--host-cost decodes behind {args.prompt_tokens} tokens; raise --max-model-len.")
-    batches = [point.concurrency for point in points if point.concurrency]
+    batches = sorted({point.concurrency for point in points if point.concurrency})
     return [
         measure_host(engine.core("in-process"), engine.vocabulary, batch, args.prompt_tokens, steps)
         for batch in batches
     ]
 
 
-def _measure(point: Point, args: argparse.Namespace, engine: Engine, limits: Limits) -> None:
+def _measure(point: Point, engine: Engine) -> None:
     """Arms take turns, the other way round in every second round."""
-    arms = args.arms.split(",")
+    args, arms = point.args, point.args.arms.split(",")
+    limits = Limits(args.ttft_limit_ms / 1e3, args.itl_limit_ms / 1e3)
     point.samples = {arm: [] for arm in arms}
     for number in range(args.rounds):
-        load = point.load(args, engine, number)
+        load = _load(point, engine, number)
         for arm in arms if number % 2 == 0 else reversed(arms):
             sample = engine.sample(arm, load, limits)
             if not any(record.ok for record in sample.records):
@@ -193,65 +154,14 @@ def _measure(point: Point, args: argparse.Namespace, engine: Engine, limits: Lim
             point.samples[arm].append(sample)
 
 
-def _ratio_rows(points: list[Point]) -> list[dict[str, Any]]:
-    """HTTP over in process, paired by round: medians."""
-    rows = []
-    for point in points:
-        if not {"in-process", "http"} <= point.samples.keys():
-            continue
-        goal, stretch = GOALS.get(point.concurrency, (None, None))
-        whole = [http / inside for http, inside in point.paired("http", "in-process", "tok/s")]
-        decode = [http / inside for http, inside in point.paired("http", "in-process", "decode tok/s")]
-        added = [http - inside for http, inside in point.paired("http", "in-process", "TTFT p50")]
-        rows.append(
-            {
-                "load": point.name,
-                "HTTP / in process": statistics.median(whole),
-                "lowest": min(whole),
-                "highest": max(whole),
-                "while all decode": statistics.median(decode) if decode else None,
-                "goal": goal,
-                "stretch": stretch,
-                "added TTFT ms": statistics.median(added),
-                "goal ms": TTFT_GOAL_MS,
-            }
-        )
-    return rows
-
-
-def _cache_rows(points: list[Point]) -> list[dict[str, Any]]:
-    """Without the prefix cache over with it, paired by round: medians."""
-    rows = []
-    for point in points:
-        for arm in point.samples:
-            if arm + BASELINE not in point.samples:
-                continue
-            times = point.paired(arm + BASELINE, arm, "TTFT p50")
-            rows.append(
-                {
-                    "load": point.name,
-                    "arm": arm,
-                    "TTFT p50 uncached ms": statistics.median(without for without, _ in times),
-                    "cached ms": statistics.median(cached for _, cached in times),
-                    "times lower": statistics.median(without / cached for without, cached in times),
-                    "goal": CACHE_GOAL,
-                    "tok/s, times higher": statistics.median(
-                        cached / without for without, cached in point.paired(arm + BASELINE, arm, "tok/s")
-                    ),
-                }
-            )
-    return rows
-
-
-def _report(args: argparse.Namespace, engine: Engine, points: list[Point], host: list[dict[str, Any]]) -> Report:
+def _report(plans: list[argparse.Namespace], engine: Engine, points: list[Point], host: list[dict[str, Any]]) -> Report:
     rows = [point.row(arm) for point in points for arm in point.samples]
-    ratios, caches = _ratio_rows(points), _cache_rows(points)
+    ratios, caches = ratio_rows(points), cache_rows(points)
     notes = [f"\n{format_table(table)}\n" for table in (ratios, caches) if table]
     notes += [f"The host's work for a decode step\n{format_table(host)}", *NOTES, ""] if host else []
-    notes += [
-        f"TTFT, ITL in ms: medians of {args.rounds} rounds, spread (largest - smallest) / median of tok/s.",
-        f"good: first token within {args.ttft_limit_ms:g} ms and 99 % of later ones within {args.itl_limit_ms:g} ms.",
-    ]
+    notes += ["TTFT, ITL in ms: medians of the rounds; spread: (largest - smallest) / median of tok/s."]
+    limits = ", ".join(f"{plan.ttft_limit_ms:g} and {plan.itl_limit_ms:g} ms ({plan.preset})" for plan in plans)
+    notes += [f"good: first token, and 99 % of the gaps after it, within {limits}."]
     if engine.carrier is not None:
         notes.append(f"HTTP: {engine.carrier}, clients in a process of their own.")
     parallel, model = engine.runner.parallel, engine.files.model_config
@@ -260,7 +170,8 @@ def _report(args: argparse.Namespace, engine: Engine, points: list[Point], host:
         "model": model_name(engine.config.model),
         "layers": model.num_hidden_layers,
         "world": {"tp": parallel.tp, "ep": parallel.ep},
-        "settings": settings(args) | {"max_model_len": engine.runner.max_model_len},
+        "settings": {plan.preset: settings(plan) for plan in plans},
+        "max_model_len": engine.runner.max_model_len,
         "http_over_in_process": ratios,
         "prefix_cache": caches,
         "host": host,
@@ -271,5 +182,5 @@ def _report(args: argparse.Namespace, engine: Engine, points: list[Point], host:
             for arm, samples in point.samples.items()
         ],
     }
-    title = f"Serving under load ({args.trace}): {model_name(engine.config.model)}, {model.num_hidden_layers} layers"
+    title = f"Serving under load: {model_name(engine.config.model)}, {model.num_hidden_layers} layers"
     return Report(title, rows, notes, data)

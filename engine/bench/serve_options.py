@@ -38,7 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=PRESETS, default="http", help="what is not given otherwise (default http)")
+    known = ", ".join(PRESETS)
+    parser.add_argument("--preset", default="http", metavar="A,B", help=f"loads, one after the other: {known} (http)")
     load = parser.add_argument_group("load")
     load.add_argument("--arms", metavar="A,B", help=f"of {', '.join(ARMS)}")
     load.add_argument("--clients", metavar="N,M", help="closed loop: clients at a time, a point each (1,8,64)")
@@ -73,8 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--seed", type=int, default=0, help="of weights, traces and arrivals")
 
 
-def fill_in(args: argparse.Namespace, has_gpu: bool) -> None:
-    """Puts the preset's value, else the usual one, where none was given. Raises ConfigError for what cannot be."""
+def plans_of(args: argparse.Namespace, has_gpu: bool) -> list[argparse.Namespace]:
+    """The options of each preset that was asked for, whole. Raises ConfigError for what cannot be measured."""
+    plans = [argparse.Namespace(**vars(args) | {"preset": preset}) for preset in args.preset.split(",")]
+    for plan in plans:
+        if plan.preset not in PRESETS:
+            raise ConfigError(f"--preset {plan.preset!r} is not known; use some of {', '.join(PRESETS)}.")
+        _fill_in(plan, has_gpu)
+    return plans
+
+
+def _fill_in(args: argparse.Namespace, has_gpu: bool) -> None:
+    """Puts the preset's value, else the usual one, where none was given."""
     device = args.device if args.device != "auto" else "cuda" if has_gpu else "cpu"
     usual = _USUAL | (_GPU if device == "cuda" else _CPU) | PRESETS[args.preset]
     for name, value in usual.items():
@@ -107,8 +118,8 @@ def points_of(args: argparse.Namespace) -> list[tuple[str, int | None, float | N
     """(name, clients, sessions a second) of each point; raises ConfigError."""
     if args.rate is None:
         counts = _numbers(args.clients, "--clients", int)
-        return [(f"{count} client{'s' * (count > 1)}", count, None) for count in counts]
-    return [(f"{rate:g}/s", None, rate) for rate in _numbers(args.rate, "--rate", float)]
+        return [(f"{args.preset}, {count} client{'s' * (count > 1)}", count, None) for count in counts]
+    return [(f"{args.preset}, {rate:g}/s", None, rate) for rate in _numbers(args.rate, "--rate", float)]
 
 
 def _numbers(text: str, option: str, kind: type) -> list[Any]:
