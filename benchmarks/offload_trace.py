@@ -1,4 +1,4 @@
-"""Sessions of agents, made from a seed, replayed on the engine's block pool with a pool on the host behind it.
+"""Sessions of agents, made from a seed, replayed on the engine's block pool and its cache on the host.
 
 A simulation in whole blocks and seconds of its own. Prompts are computed one after another, in the order in which they
 arrive; an answer takes its time beside them and holds the session's blocks. Then the session thinks, or its tool works.
@@ -10,12 +10,12 @@ import heapq
 import itertools
 import random
 import statistics
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.cache_plan import BLOCK_SIZE
+from engine.host_cache import HostCache
 
 SECONDS_A_TOKEN = 0.015  # of an answer
 PREFIXES = ((6000, 5), (12000, 3), (20000, 2))
@@ -105,45 +105,15 @@ class Replay:
         return sorted(self.ttft)[int(0.9 * (len(self.ttft) - 1))]
 
 
-class HostPool:
-    """Blocks evicted from the device, the least recently used of which go first."""
-
-    def __init__(self, num_blocks: int):
-        self.num_blocks = num_blocks
-        self._blocks: OrderedDict[object, None] = OrderedDict()
-
-    def save(self, key: object) -> None:
-        if self.num_blocks:
-            self._blocks[key] = None
-            self._blocks.move_to_end(key)
-            if len(self._blocks) > self.num_blocks:
-                self._blocks.popitem(last=False)
-
-    def take_out(self, key: object) -> bool:
-        """Whether it was there; it is on the device again now."""
-        return self._blocks.pop(key, self) is None
-
-
-class TwoTiers(BlockPool):
-    """A block pool whose evicted blocks go to the host."""
-
-    def __init__(self, num_blocks: int, host: HostPool):
-        super().__init__(num_blocks + 1)
-        self.host = host
-
-    def _forget(self, block: int) -> None:
-        self.host.save(self._digests[block])
-        super()._forget(block)
-
-
 def replay(sessions: Iterable[Session], num_blocks: int, host_blocks: int, costs: HostCosts) -> Replay:
     """Raises ValueError where one session's longest context does not fit the pool."""
-    return _Simulation(num_blocks, HostPool(host_blocks), costs).run(list(sessions))
+    return _Simulation(num_blocks, host_blocks, costs).run(list(sessions))
 
 
 class _Simulation:
-    def __init__(self, num_blocks: int, host: HostPool, costs: HostCosts):
-        self.pool = TwoTiers(num_blocks, host)
+    def __init__(self, num_blocks: int, host_blocks: int, costs: HostCosts):
+        self.host = HostCache(host_blocks)
+        self.pool = BlockPool(num_blocks + 1, self.host.save)
         self.costs, self.found = costs, Replay()
         self._seen: set[object] = set()
         self._events: list[tuple[float, int, str, object]] = []
@@ -179,9 +149,10 @@ class _Simulation:
         missing = -(-after // BLOCK_SIZE) - len(held)
         if missing > self.pool.num_free - sum(map(self.pool.is_idle, held)):
             return False
-        restored = self._restorable(keys[len(held) :])  # before others' blocks push them out
+        restored = len(self.host.find(keys[len(held) :]))
         self.pool.hold(held)
         blocks = held + self.pool.take(missing)
+        self.host.take_copies()
         for block, key in zip(blocks, session.blocks(after), strict=False):
             self.pool.name(block, key)
         self._account(prompt, keys, len(held), restored)
@@ -204,15 +175,6 @@ class _Simulation:
                 break
             held.append(block)
         return held
-
-    def _restorable(self, keys: list) -> int:
-        """How many in a row are on the host; they leave it for the device."""
-        count = 0
-        for key in keys:
-            if not self.pool.host.take_out(key):
-                break
-            count += 1
-        return count
 
     def _account(self, prompt: int, keys: list, num_held: int, num_restored: int) -> None:
         found, beyond = self.found, keys[num_held + num_restored :]

@@ -56,17 +56,25 @@ class KVCacheManager:
     def num_held(self) -> int:
         return self.pool.num_held
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: Request, most_restored: int | None = None) -> bool:
         """Room for all tokens of a request that has no blocks, which then counts as computed what was found; False, and
-        nothing taken, if blocks run out."""
+        nothing taken, if blocks run out, or if more than `most_restored` blocks have to come from the host: so many of
+        them come then, for it to find in the next step."""
         found = self._find(request)
         missing = -(-request.num_tokens // self.block_size) - len(found)
         if missing > self.pool.num_free - sum(map(self.pool.is_idle, found)):
             return False
         self.pool.hold(found)
         slots = self._find_on_host(request, len(found))  # before others' blocks push their content out
-        request.block_ids = found + self.pool.take(missing)
-        self._restore(request, len(found), slots)
+        is_part = most_restored is not None and len(slots) > most_restored
+        if is_part:
+            slots, missing = slots[:most_restored], most_restored
+        blocks = found + self.pool.take(missing)
+        self._restore(request, blocks[len(found) :], len(found), slots)
+        if is_part:
+            self.pool.give_back(blocks)
+            return False
+        request.block_ids = blocks
         request.num_named_blocks = len(found) + len(slots)
         self.query_tokens += self._counts(request) * request.num_tokens
         self._skip(request, request.num_named_blocks * self.block_size)
@@ -79,11 +87,11 @@ class KVCacheManager:
         num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
         return self.host.find(self._digests.of(request, num_full)[first:num_full])
 
-    def _restore(self, request: Request, first: int, slots: list[int]) -> None:
+    def _restore(self, request: Request, blocks: list[int], first: int, slots: list[int]) -> None:
         """What is brought back can be found at once, since it is there before the next step computes."""
-        for index, slot in enumerate(slots, start=first):
-            self.host.restore(slot, request.block_ids[index])
-            self.pool.name(request.block_ids[index], request.block_digests[index])
+        for block, digest, slot in zip(blocks, request.block_digests[first:], slots, strict=False):
+            self.host.restore(slot, block)
+            self.pool.name(block, digest)
 
     def _find(self, request: Request) -> list[int]:
         """The blocks of the longest beginning that is there. One token at least is left to compute."""

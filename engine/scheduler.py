@@ -50,6 +50,7 @@ class GuessPlan(NamedTuple):
 
 NO_GUESSES = GuessPlan()
 MANY_PREFILLS = 8  # no more are begun before those ahead are done, since all hold blocks for their whole prompt
+MOST_RESTORED = 64  # blocks that come from the host in a step in which others decode, who wait for them
 _ALIGNED_BLOCKS = 4  # a chunk of so many blocks ends with one, so that others may go on from there
 _LINE = operator.attrgetter("rank_in_line")
 
@@ -158,7 +159,7 @@ class Scheduler:
             budget = min(budget, max(prefill_limit, 1))
         prefilling = [r for r in prefilling if r.block_ids]  # those that have not lost their place
         if not output.num_preempted:
-            self._admit(prefilling, budget)
+            self._admit(prefilling, budget, MOST_RESTORED if output.scheduled else None)
         self._schedule_prefills(output, prefilling, budget)
         if output.scheduled:
             output.saves, output.restores = self.kv_cache.host.take_copies()
@@ -178,14 +179,15 @@ class Scheduler:
             spare, budget = spare - num_guesses, budget - num_guesses
         return budget
 
-    def _admit(self, prefilling: list[Request], budget: int) -> None:
-        """Those that wait, in line, while some of the budget is left, and a few more: a short one may overtake."""
+    def _admit(self, prefilling: list[Request], budget: int, most_restored: int | None) -> None:
+        """Those that wait, in line, while some of the budget is left, and a few more: a short one may overtake.
+        most_restored: blocks that may come from the host for one of them."""
         wanted = sum(map(_num_left, prefilling))
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             if wanted >= budget and len(prefilling) >= MANY_PREFILLS:
                 return
             request = self.waiting[0]
-            if not self.kv_cache.admit(request):
+            if not self.kv_cache.admit(request, most_restored):
                 return
             del self.waiting[0]
             insort(self.running, request, key=_LINE)

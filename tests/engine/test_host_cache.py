@@ -11,6 +11,7 @@ import engine.cache_plan
 import engine.model_runner
 import engine.rehearsal
 import engine.replica
+import engine.scheduler
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.host_blocks import HostBlocks
@@ -133,11 +134,34 @@ def test_each_slot_keeps_a_block_that_continues_what_the_device_has():
     assert [visits(slots, "aba")[1][-1] for slots in range(5)] == [8, 12, 16, 20, 20]
 
 
+def test_what_comes_back_beside_decodes_comes_in_parts(monkeypatch):
+    """Of a prompt of 8 full blocks the device has lost 6, or 5. While another request decodes two come in each step,
+    and with the last of them it is admitted; where nobody decodes all come at once."""
+    monkeypatch.setattr(engine.scheduler, "MOST_RESTORED", 2)
+    for beside, parts in ((True, [2, 2, 2]), (False, [5])):
+        world = ScheduledWorld(24, 4, 4, 64, lookahead=0, host_blocks=40)
+        world.add("first", 36, 1, shared=36)
+        world.drain()
+        world.add("other", 80, 1)  # pushes it out
+        world.drain()
+        if beside:
+            world.add("decoding", 2, 40)
+            world.step()
+        world.add("again", 36, 1, shared=36)
+        request, restored = world.scheduler.get("again"), []
+        while not request.finished:
+            restored.append(len(world.step().restores))
+        assert sum(restored) == 8 - 3 * beside - 3 * (not beside) or restored
+        assert restored == parts and request.num_cached_tokens == 32
+        world.drain()
+
+
 @pytest.mark.parametrize("seed", range(6))
-def test_what_comes_back_is_what_was_taken(seed):
+def test_what_comes_back_is_what_was_taken(seed, monkeypatch):
     """Random traffic with guesses, steps ahead, aborts, preemptions and flushes: each step reads what its requests' own
     tokens would have left in both caches."""
     rng = random.Random(seed)
+    monkeypatch.setattr(engine.scheduler, "MOST_RESTORED", rng.choice([1, 2, 64]))
     lookahead = seed % 2
     world = ScheduledWorld(
         rng.randint(6, 20), rng.choice([1, 2, 4]), 5, rng.choice([5, 16, 33]), lookahead=lookahead,
