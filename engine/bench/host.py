@@ -38,7 +38,7 @@ A_WORD = 300  # a token that is a word in every made-up vocabulary
 class InstantRunner:
     """A device that takes no time: a step's inputs are filled as a graph's are, and its tokens are always the same."""
 
-    overlaps, num_guesses = True, 0
+    overlaps, num_guesses, num_host_blocks = True, 0, 0
 
     def __init__(self, max_num_seqs: int, max_model_len: int):
         self.max_model_len = max_model_len
