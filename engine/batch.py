@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,9 +42,19 @@ class ForwardBatch:
     seq_lens_N: torch.Tensor | None = None
     num_tokens_1: torch.Tensor | None = None
     max_query_len: int = 1
+    _parts: dict[int, list[tuple[bool, slice, ForwardBatch]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def parts(self, max_short: int) -> Iterator[tuple[bool, slice, ForwardBatch]]:
-        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long."""
+    def parts(self, max_short: int) -> list[tuple[bool, slice, ForwardBatch]]:
+        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long.
+
+        Cut once, for all layers."""
+        if max_short not in self._parts:
+            self._parts[max_short] = list(self._cut(max_short))
+        return self._parts[max_short]
+
+    def _cut(self, max_short: int) -> Iterator[tuple[bool, slice, ForwardBatch]]:
         if self.max_query_len <= max_short:
             yield True, slice(0, self.token_ids_T.shape[0]), self
             return

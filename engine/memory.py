@@ -114,7 +114,7 @@ def _trial(runner: Any, gauge: Gauge, recorder: Recorder, used: int) -> int:
     runner.max_model_len = rehearsal.most_positions(runner)
     runner.hold_caches(_TRIAL_BLOCKS)
     before = gauge.in_use()
-    runner.capture(recorder)
+    runner.capture_all(recorder)
     taken = gauge.in_use() - before
     runner.drop_graphs()
     runner.drop_caches()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine import cache_plan, memory, rehearsal, sampling, verify
+from engine.batch import ForwardBatch
 from engine.cache_plan import BLOCK_SIZE
+from engine.chunk_step import ChunkStep
 from engine.comm import choice, meter
 from engine.comm.choice_rule import INVARIANT_ROWS
 from engine.comm.collectives import agree_on_minimum, all_reduce
@@ -29,6 +32,7 @@ from engine.request import Request
 from engine.sampled_step import Forwarded, SampledStep
 from engine.sampling import LogitShaper, SampledLogprobs, gather_logprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
+from engine.segments import SIZES, SegmentRunner
 from engine.step_output import ModelRunnerOutput, PromptLogprobs, ReadBuffers
 
 LOGIT_ROWS = 256
@@ -53,6 +57,7 @@ class ModelRunner:
         )
         self.shape_logits = LogitShaper(parallel.device)
         self.graphs: GraphRunner | None = None
+        self.segments: SegmentRunner | None = None
         self._reads = ReadBuffers(self.max_num_seqs, self.num_guesses, parallel.device)
         rehearsal.compile_kernels(self)
         self.host_blocks = self._make_host_blocks(files)
@@ -63,7 +68,7 @@ class ModelRunner:
         self.max_model_len, self.num_blocks = self.limits.longest, self.limits.num_blocks
         self.hold_caches(self.num_blocks)
         if recorder is not None:
-            self.capture(recorder)
+            self.capture_all(recorder)
         logger.info(
             "%s experts over %s, attention %s; %s",
             f"ep={parallel.ep}",
@@ -176,6 +181,25 @@ class ModelRunner:
         most = min(self.max_verify_rows(), self.config.max_num_batched_tokens)
         return variants(sizes or bucket_sizes(self.max_num_seqs), self.num_guesses, most)
 
+    def capture_all(self, recorder: Recorder) -> None:
+        """Decode steps first: what they leave of the budget is for steps with chunks."""
+        self.capture(recorder)
+        self.capture_segments(recorder)
+
+    @torch.inference_mode()
+    def capture_segments(self, recorder: Recorder, sizes: Sequence[int] = SIZES) -> None:
+        """Records what lies between attentions in steps of `sizes` rows, of those that may occur."""
+        fitting = [size for size in sizes if size <= self.config.max_num_batched_tokens]
+        taken = 0 if self.graphs is None else self.graphs.num_bytes
+        budget = int(self.config.graph_memory_gb * 2**30) - taken
+        agree = functools.partial(agree_on_minimum, parallel=self.parallel)
+        segments = SegmentRunner(recorder, self.chunk_step(max(fitting, default=0)), budget, self.parallel.meter, agree)
+        segments.capture_all(fitting)
+        for size, captured in segments.captured.items():
+            if seconds := self._round_seconds(size):
+                captured.sends.estimate(seconds)
+        self.segments = segments
+
     @torch.inference_mode()
     def capture(self, recorder: Recorder, sizes: list[int] | None = None) -> None:
         """Records the decode steps of `sizes` requests whose logits alone fit the budget; by default of all sizes."""
@@ -197,6 +221,13 @@ class ModelRunner:
         longest = self.max_model_len + 3 * self.num_guesses  # an ended answer's rows, and the chain behind them
         table = BlockTable(self.max_num_seqs, -(-longest // BLOCK_SIZE), self.parallel.device)
         return {size: DecodeBatch(size, BLOCK_SIZE, table, self.sampled, self.parallel.device) for size in sizes}
+
+    def chunk_step(self, most_rows: int) -> ChunkStep:
+        return ChunkStep(self.model, self.dispatchers.for_rows, self.caches, self._feature_layers, most_rows)
+
+    @property
+    def _feature_layers(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.feature_layers
 
     def decode_step(self, most_rows: int) -> DecodeStep:
         shape = (most_rows, self.model_config.vocab_size)
@@ -250,8 +281,7 @@ class ModelRunner:
     def _compute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """A step of any kind, at once."""
         batch = self.input_batch.build(output, self.dispatchers.for_rows(output.num_tokens))
-        features = () if self.drafter is None else self.drafter.feature_layers
-        hidden_TD, features_TF = self.model.forward_with_features(batch, self.caches, features)
+        hidden_TD, features_TF = self._forward(batch)
         self._prompt_logprobs(hidden_TD, output.scheduled, batch.query_lens, result)
         next_ids_T = None if self.drafter is None else self.input_batch.next_tokens(output, batch)
         sampled = self.input_batch.sampled_rows(output, batch)
@@ -267,6 +297,13 @@ class ModelRunner:
         self.sampled_step(forwarded, sampled.requests, sampled.rows, output.plan.num_propose, sampled.draws)
         self._logprobs(raw, items, result)
         self._leave(items, result)
+
+    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The final norm's output and the draft's features of all rows."""
+        segments = self.segments and self.segments.choose(batch.token_ids_T.shape[0])
+        if segments:
+            return self.segments.replay(segments, batch)
+        return self.model.forward_with_features(batch, self.caches, self._feature_layers)
 
     def _leave(self, items: list[ScheduledRequest], result: ModelRunnerOutput) -> None:
         """Sends what the step left on its way to the host, and to the next step."""
@@ -330,9 +367,10 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Steps run without from here on."""
-        if self.graphs is not None:
-            self.graphs.close()
-        self.graphs = None
+        for graphs in (self.graphs, self.segments):
+            if graphs is not None:
+                graphs.close()
+        self.graphs = self.segments = None
 
     def hold_caches(self, num_blocks: int) -> None:
         """Zeros, since padding may read what nothing wrote. The target's: [layers, blocks, block_size, elements of a

@@ -76,3 +76,10 @@ def record(runner: ModelRunner) -> RerunRecorder:
     recorder = RerunRecorder()
     runner.capture(recorder)
     return recorder
+
+
+def record_segments(runner: ModelRunner, sizes: list[int]) -> RerunRecorder:
+    """Makes the runner replay what lies between attentions of its other steps, of up to these numbers of rows."""
+    recorder = RerunRecorder()
+    runner.capture_segments(recorder, sizes)
+    return recorder

@@ -30,11 +30,12 @@ def captured(runner: ModelRunner, num_requests: int) -> Iterator[None]:
 
 @contextmanager
 def without_graphs(runner: ModelRunner) -> Iterator[None]:
-    before, runner.graphs = runner.graphs, None
+    before = runner.graphs, runner.segments
+    runner.graphs = runner.segments = None
     try:
         yield
     finally:
-        runner.graphs = before
+        runner.graphs, runner.segments = before
 
 
 def time_steady(runner: ModelRunner, output: SchedulerOutput, replays: int) -> tuple[Timing, float]:

@@ -6,6 +6,8 @@ V value width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -70,17 +72,37 @@ class MLA(nn.Module):
         Returns a partial over ranks, [T, D] or parts [P, T, D] of its sum.
         """
         q_TQ, rows_TX = self.latents(x_TD, cis, cache, batch.slots_T)
-        if backend.max_absorbed_query_len is None:
-            out_THV = self.attend(q_TQ, cis, cache, batch, backend)
-            return self.kernels.partial(out_THV.flatten(1), self.o.weight)
+        return self.output(self.attention(q_TQ, rows_TX, cis, cache, batch, backend))
+
+    def attention(
+        self,
+        q_TQ: torch.Tensor,
+        rows_TX: torch.Tensor,
+        cis: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        backend: AttentionBackend,
+        out_THV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From what `latents` gives to the heads' outputs [T, H, V], in `out_THV` where it is given."""
         outs = []
-        for is_short, tokens, part in batch.parts(backend.max_absorbed_query_len):
+        for is_short, tokens, part in self._parts(batch, backend):
             if is_short:
                 outs.append(self.attend(q_TQ[tokens], cis[tokens], cache, part, backend))
             else:
                 q_THX = self.kernels.queries(q_TQ[tokens], self.query_weight, self.nope, cis[tokens], self.num_heads)
                 outs.append(backend.prefill(q_THX, rows_TX[tokens], cache, part, self.scale, self.kv_b.weight))
-        out_THV = torch.cat(outs) if len(outs) > 1 else outs[0]
+        if out_THV is not None:
+            return torch.cat(outs, out=out_THV)
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _parts(self, batch: ForwardBatch, backend: AttentionBackend) -> Iterable[tuple[bool, slice, ForwardBatch]]:
+        if backend.max_absorbed_query_len is None:
+            return [(True, slice(None), batch)]
+        return batch.parts(backend.max_absorbed_query_len)
+
+    def output(self, out_THV: torch.Tensor) -> torch.Tensor:
+        """This rank's heads through their columns of o_proj: a partial over ranks, [T, D] or parts [P, T, D]."""
         return self.kernels.partial(out_THV.flatten(1), self.o.weight)
 
     def attend(
@@ -98,6 +120,12 @@ class MLA(nn.Module):
         q_norm = self.q_a_layernorm.weight if self.q_lora_rank else None
         kv_norm = self.kv_a_layernorm
         return self.kernels.latents(x_TD, self.qkv_a.weight, q_norm, kv_norm.weight, kv_norm.eps, cis, cache, slots_T)
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int], tuple[int], tuple[int, int]]:
+        """Of one token: its query latent (Q), its cache row (X), its heads' outputs (H, V)."""
+        row = self.kv_lora_rank + self.rope
+        return (self.qkv_a.weight.shape[0] - row,), (row,), (self.num_heads, self.value)
 
     @property
     def query_weight(self) -> torch.Tensor | None:
@@ -119,8 +147,7 @@ class MLA(nn.Module):
         keys_THX = torch.cat(
             [kv_THX[..., : self.nope], key_rope_TR.unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1
         )
-        out_THV = reference.mla_naive(q_THX, keys_THX, kv_THX[..., self.nope :], self.scale)
-        return self.kernels.partial(out_THV.flatten(1), self.o.weight)
+        return self.output(reference.mla_naive(q_THX, keys_THX, kv_THX[..., self.nope :], self.scale))
 
     def specs(self, prefix: str) -> dict[str, TensorSpec]:
         specs = self.qkv_a.specs(prefix) | self.kv_b.specs(prefix) | self.o.specs(prefix)

@@ -1,12 +1,13 @@
 """Kimi-K2.5's text model: the layers in the paper's order, and the checkpoint's names for them.
 
 Shape letters: T tokens, t rows this rank holds between attention and attention, D model width, S sampled rows,
-V vocabulary, C latent width, R rope width.
+V vocabulary (in attention: value width of a head), C latent width, R rope width, Q query latent width, X = C + R,
+H this rank's heads.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +31,16 @@ from models.kimi_k25.config import KimiConfig
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 
+class Between(NamedTuple):
+    """Between two attentions: the next norm's output [T, D], the residual stream [t, D], and what the next attention
+    takes (query latents [T, Q], cache rows [T, X]), None after the last."""
+
+    x_TD: torch.Tensor
+    residual_tD: torch.Tensor
+    q_TQ: torch.Tensor | None = None
+    rows_TX: torch.Tensor | None = None
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, self_attn: MLA, feed_forward: nn.Module, input_norm: RMSNorm, post_attention_norm: RMSNorm):
         super().__init__()
@@ -39,16 +50,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = post_attention_norm
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_tD: torch.Tensor,
-        cis: torch.Tensor,
-        cache: torch.Tensor,
-        batch: ForwardBatch,
-        backend: AttentionBackend,
-        next_norm: Norm,
+        self, out_THV: torch.Tensor, residual_tD: torch.Tensor, batch: ForwardBatch, next_norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        partial_TD = self.self_attn(x_TD, cis, cache, batch, backend)
+        """From the attention's output to the next layer's normed input [T, D] and the residual stream."""
+        partial_TD = self.self_attn.output(out_THV)
         x_tD, residual_tD = batch.dispatcher.reduce(partial_TD, residual_tD, self.post_attention_layernorm)
         return self.feed_forward(x_tD, residual_tD, batch, next_norm)
 
@@ -164,14 +169,74 @@ class KimiModel(nn.Module):
         """The same, and side by side the residual stream of all tokens as it enters each of feature_layers (the number
         of layers: as it leaves the last one), [T, len(feature_layers) x D]; None without any."""
         cis = self.rotary(batch.positions_T)
-        norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
-        x_TD, residual_tD = batch.dispatcher.enter(self.embed_tokens(batch.token_ids_T), norms[0])
-        entering = [residual_tD]
-        for layer, cache, next_norm in zip(self.layers, caches, norms[1:], strict=True):
-            x_TD, residual_tD = layer(x_TD, residual_tD, cis, cache, batch, self.backend, next_norm)
-            entering.append(residual_tD if len(entering) in feature_layers else None)
-        features = [batch.dispatcher.gather(entering[index], x_TD.shape[0]) for index in feature_layers]
-        return x_TD, torch.cat(features, dim=-1) if features else None
+        between = self.before_attention(cis, batch, caches)
+        entering = [between.residual_tD]
+        for index in range(len(self.layers)):
+            out_THV = self.attention(index, between.q_TQ, between.rows_TX, cis, batch, caches)
+            between = self.after_attention(index, out_THV, between.residual_tD, cis, batch, caches)
+            entering.append(between.residual_tD if len(entering) in feature_layers else None)
+        return between.x_TD, self.features([entering[index] for index in feature_layers], batch)
+
+    def before_attention(self, cis: torch.Tensor, batch: ForwardBatch, caches: torch.Tensor) -> Between:
+        """From the tokens to the first attention. cis: their rotary angles."""
+        embedded_TD = self.embed_tokens(batch.token_ids_T)
+        return self._between(0, *batch.dispatcher.enter(embedded_TD, self._norm_before(0)), cis, batch, caches)
+
+    def attention(
+        self,
+        index: int,
+        q_TQ: torch.Tensor,
+        rows_TX: torch.Tensor,
+        cis: torch.Tensor,
+        batch: ForwardBatch,
+        caches: torch.Tensor,
+        out_THV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of layer `index`: [T, H, V], in `out_THV` where it is given. The only part of a step that reads the batch's
+        host lists."""
+        attention = self.layers[index].self_attn
+        return attention.attention(q_TQ, rows_TX, cis, caches[index], batch, self.backend, out_THV)
+
+    def after_attention(
+        self,
+        index: int,
+        out_THV: torch.Tensor,
+        residual_tD: torch.Tensor,
+        cis: torch.Tensor,
+        batch: ForwardBatch,
+        caches: torch.Tensor,
+    ) -> Between:
+        """From layer `index`'s attention to the next one, or to the final norm."""
+        rows = self.layers[index](out_THV, residual_tD, batch, self._norm_before(index + 1))
+        return self._between(index + 1, *rows, cis, batch, caches)
+
+    def _norm_before(self, index: int) -> RMSNorm:
+        return self.layers[index].input_layernorm if index < len(self.layers) else self.norm
+
+    def _between(
+        self,
+        index: int,
+        x_TD: torch.Tensor,
+        residual_tD: torch.Tensor,
+        cis: torch.Tensor,
+        batch: ForwardBatch,
+        caches: torch.Tensor,
+    ) -> Between:
+        if index == len(self.layers):
+            return Between(x_TD, residual_tD)
+        latents = self.layers[index].self_attn.latents(x_TD, cis, caches[index], batch.slots_T)
+        return Between(x_TD, residual_tD, *latents)
+
+    def features(self, entering: list[torch.Tensor], batch: ForwardBatch) -> torch.Tensor | None:
+        """The residual streams [t, D] of all tokens side by side, [T, len(entering) x D]; None without any."""
+        num_tokens = batch.token_ids_T.shape[0]
+        whole = [batch.dispatcher.gather(residual_tD, num_tokens) for residual_tD in entering]
+        return torch.cat(whole, dim=-1) if whole else None
+
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of one token: what attention takes (query latent, cache row) and gives."""
+        return self.layers[0].self_attn.row_shapes
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Float32 [S, V], whole on every rank."""

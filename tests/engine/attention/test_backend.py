@@ -37,4 +37,4 @@ def test_a_mixed_batch_falls_into_runs_of_short_and_long_requests():
     assert last.query_starts_N1.tolist() == [0, 4, 6] and last.seq_lens_N.tolist() == last.seq_lens == [6, 7]
     assert last.block_table_NB.tolist() == [[4, 5], [6, 7]] and last.max_query_len == 4
     assert last.num_tokens_1.tolist() == [6] and last.query_lens == [4, 2]
-    assert next(batch.parts(20))[2] is batch
+    assert batch.parts(20)[0][2] is batch

@@ -1,0 +1,121 @@
+"""A step of any kind cut at its attentions: pieces that run on the device alone, in fixed places, so that each can be
+captured; between them attention, which reads the host's lists and runs on the step's real rows.
+
+Shape letters: T rows, padding included, t those this rank holds between attentions, D model width, F features a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.comm.dispatcher import TokenDispatcher
+
+
+class ChunkStep:
+    """The pieces of steps of up to `most_rows` rows: piece 0 leads from the tokens to the first attention, piece i from
+    attention i - 1 to attention i, the last one to the final norm.
+
+    What pieces and attention hand each other lies in places that all layers and all numbers of rows share. Padding rows
+    hold token 0 at position 0 of block 0, which no sequence owns; `num_tokens_1` tells where they begin.
+    model: with `rotary`, `before_attention`, `attention`, `after_attention`, `features` and `attention_shapes` as
+    models.kimi_k25.model has them. dispatcher_of(rows): the dispatcher of a step of so many rows.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dispatcher_of: Callable[[int], TokenDispatcher],
+        caches: torch.Tensor,
+        feature_layers: Sequence[int],
+        most_rows: int,
+    ):
+        self._model, self._dispatcher_of, self._caches = model, dispatcher_of, caches
+        self._feature_layers = tuple(feature_layers)
+        device = caches.device
+        self._ids_3T = torch.zeros(3, most_rows, dtype=torch.int64, device=device)
+        self._num_tokens_1 = torch.zeros(1, dtype=torch.int32, device=device)
+
+        def rows(*shape: int) -> torch.Tensor:
+            return torch.zeros(most_rows, *shape, dtype=model.dtype, device=device)
+
+        self._q_TQ, self._rows_TX, self._out_THV = (rows(*shape) for shape in model.attention_shapes)
+        width = model.config.hidden_size
+        self._x_TD = rows(width)
+        self._features_TF = rows(width * len(self._feature_layers)) if self._feature_layers else None
+
+    @property
+    def num_layers(self) -> int:
+        return self._caches.shape[0]
+
+    def fill(self, batch: ForwardBatch, num_rows: int) -> None:
+        """Brings a step's tokens, and padding behind them up to num_rows."""
+        count = batch.token_ids_T.shape[0]
+        for place_T, values_T in zip(self._ids_3T, (batch.token_ids_T, batch.positions_T, batch.slots_T), strict=True):
+            place_T[:count].copy_(values_T)
+        self._ids_3T[:, count:num_rows].zero_()
+        self._num_tokens_1.copy_(batch.num_tokens_1)
+
+    def batch(self, num_rows: int) -> ForwardBatch:
+        """What the pieces read; attention's part of it is not there."""
+        token_ids_T, positions_T, slots_T = self._ids_3T[:, :num_rows].unbind()
+        return ForwardBatch(
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
+            block_table_NB=None,
+            query_lens=None,
+            seq_lens=None,
+            dispatcher=self._dispatcher_of(num_rows),
+            num_tokens_1=self._num_tokens_1,
+        )
+
+    def first(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Piece 0 -> (rotary angles of all rows, residual [t, D])."""
+        cis = self._model.rotary(batch.positions_T)
+        return cis, self._leave(self._model.before_attention(cis, batch, self._caches))
+
+    def after(
+        self,
+        index: int,
+        cis: torch.Tensor,
+        residual_tD: torch.Tensor,
+        entering: dict[int, torch.Tensor],
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """The piece after attention `index` -> residual [t, D]. entering: the residual that entered each feature layer
+        up to there, for the last piece."""
+        out_THV = self._out_THV[: batch.token_ids_T.shape[0]]
+        between = self._model.after_attention(index, out_THV, residual_tD, cis, batch, self._caches)
+        if index + 1 == self.num_layers and self._features_TF is not None:
+            entered = entering | {self.num_layers: between.residual_tD}
+            features_TF = self._model.features([entered[layer] for layer in self._feature_layers], batch)
+            self._features_TF[: features_TF.shape[0]].copy_(features_TF)
+        return self._leave(between)
+
+    def _leave(self, between: Any) -> torch.Tensor:
+        """Puts what comes next where it is looked for."""
+        num_rows = between.x_TD.shape[0]
+        if between.q_TQ is None:
+            self._x_TD[:num_rows].copy_(between.x_TD)
+        else:
+            self._q_TQ[:num_rows].copy_(between.q_TQ)
+            self._rows_TX[:num_rows].copy_(between.rows_TX)
+        return between.residual_tD
+
+    def enters_feature_layer(self, index: int) -> bool:
+        return index in self._feature_layers
+
+    def attend(self, index: int, cis: torch.Tensor, batch: ForwardBatch) -> None:
+        """Attention `index` of a step's real rows, at once. cis: angles of all rows."""
+        count = batch.token_ids_T.shape[0]
+        q_TQ, rows_TX, out_THV = (place[:count] for place in (self._q_TQ, self._rows_TX, self._out_THV))
+        self._model.attention(index, q_TQ, rows_TX, cis[:count], batch, self._caches, out_THV)
+
+    def results(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(final norm's output [T, D], features [T, F] or None) of the first rows, until the next step is launched."""
+        features_TF = self._features_TF
+        return self._x_TD[:num_rows], None if features_TF is None else features_TF[:num_rows]

@@ -1,0 +1,149 @@
+"""CUDA graphs of everything between two attentions, for steps that are no decodes alone.
+
+Such a step launches more kernels than the host can in the time that the device needs for a few hundred rows. Its
+attention reads lengths on the host and stays as it is; all else is replayed, for a few numbers of rows, padding behind
+the real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.chunk_step import ChunkStep
+from engine.comm.choice_rule import INVARIANT_ROWS
+from engine.comm.meter import CommMeter
+from engine.graph import Graph, Recorder
+from engine.log import logger
+
+SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of the steps that are captured. Beyond them the device takes longer than the host's launches."""
+
+_WARM_UPS = 2
+
+
+@dataclass
+class Segments:
+    """The graphs of one number of rows, one before each attention and one behind the last. `sends`: what such a step
+    communicates. `num_bytes`: what the captures added on the rank where that is most."""
+
+    num_rows: int
+    graphs: list[Graph]
+    cis: torch.Tensor
+    sends: CommMeter
+    num_bytes: int = 0
+
+    def reset(self) -> None:
+        for graph in self.graphs:
+            graph.reset()
+
+
+class SegmentRunner:
+    """The captured steps, largest first so that the others fit into its memory; `meter`, `max_bytes` and `agree` as
+    GraphRunner has them."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        step: ChunkStep,
+        max_bytes: int,
+        meter: CommMeter | None = None,
+        agree: Callable[[int], int] = int,
+    ):
+        self._recorder, self._step, self._max_bytes = recorder, step, max_bytes
+        self._meter, self._agree = meter or CommMeter(), agree
+        self._captured: dict[int, Segments] = {}
+
+    @property
+    def captured(self) -> dict[int, Segments]:
+        return dict(self._captured)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segments.num_bytes for segments in self._captured.values())
+
+    def capture_all(self, sizes: Sequence[int]) -> None:
+        started = time.monotonic()
+        try:
+            self._capture_fitting(sizes)
+        except BaseException:
+            self.close()
+            raise
+        each = ", ".join(f"{size}: {s.num_bytes / 2**20:.1f}" for size, s in sorted(self._captured.items()))
+        seconds, mib = time.monotonic() - started, self.num_bytes / 2**20
+        logger.info("graphs of chunks in %.1f s take %.1f MiB (rows: MiB added; %s)", seconds, mib, each or "none")
+
+    def _capture_fitting(self, sizes: Sequence[int]) -> None:
+        for size in sorted(sizes, reverse=True):
+            segments = self._capture(size)
+            if self.num_bytes + segments.num_bytes <= self._max_bytes:
+                self._captured[size] = segments
+                continue
+            logger.warning(
+                "the graphs of chunks of %d rows take %.1f MiB, more than is left of graph_memory_gb; such steps run "
+                "without",
+                size,
+                segments.num_bytes / 2**20,
+            )
+            segments.reset()
+
+    def _capture(self, num_rows: int) -> Segments:
+        batch = self._step.batch(num_rows)
+        for _ in range(_WARM_UPS):
+            self._run(num_rows, batch, lambda piece: piece())
+        before = self._recorder.memory()
+        self._agree(0)
+        graphs: list[Graph] = []
+
+        def record(piece: Callable[[], object]) -> object:
+            graph, result = self._recorder.capture(piece)
+            graphs.append(graph)
+            return result
+
+        with self._meter.apart() as sends:
+            cis = self._run(num_rows, batch, record)
+        taken = -self._agree(-max(self._recorder.memory() - before, 0))
+        return Segments(num_rows, graphs, cis, sends, taken)
+
+    def _run(self, num_rows: int, batch: ForwardBatch, run: Callable) -> torch.Tensor:
+        """All pieces in order, each given to `run`; returns the angles.
+
+        Residuals live until the piece that takes them is done, those of feature layers to the end: memory of one that
+        is gone is a later piece's, in every replay as in the capture."""
+        step = self._step
+        cis, residual_tD = run(functools.partial(step.first, batch))
+        entering: dict[int, torch.Tensor] = {}
+        for index in range(step.num_layers):
+            if step.enters_feature_layer(index):
+                entering[index] = residual_tD
+            residual_tD = run(functools.partial(step.after, index, cis, residual_tD, dict(entering), batch))
+        return cis
+
+    def choose(self, num_rows: int) -> Segments | None:
+        """The smallest that fits. Steps within the invariant range take none beyond it, where a row's bits are others
+        (DESIGN.md, fact 4)."""
+        most = INVARIANT_ROWS if num_rows <= INVARIANT_ROWS else max(self._captured, default=0)
+        fitting = [size for size in self._captured if num_rows <= size <= most]
+        return self._captured[min(fitting)] if fitting else None
+
+    def replay(self, segments: Segments, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A step's final norm and features of its real rows [T, ...], which the next replay overwrites."""
+        self._step.fill(batch, segments.num_rows)
+        self._meter.add(segments.sends)
+        first, *others = segments.graphs
+        first.replay()
+        for index, graph in enumerate(others):
+            self._step.attend(index, segments.cis, batch)
+            graph.replay()
+        return self._step.results(batch.token_ids_T.shape[0])
+
+    def close(self) -> None:
+        """As GraphRunner.close."""
+        for segments in self._captured.values():
+            segments.reset()
+        self._captured.clear()
