@@ -6,9 +6,9 @@ Shape letters: T tokens of the step, N sequences in it, B blocks a sequence may 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,17 +42,17 @@ class ForwardBatch:
     seq_lens_N: torch.Tensor | None = None
     num_tokens_1: torch.Tensor | None = None
     max_query_len: int = 1
-    _parts: dict[int, list[tuple[bool, slice, ForwardBatch]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made for the first layer that asks and kept for the others."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def parts(self, max_short: int) -> list[tuple[bool, slice, ForwardBatch]]:
-        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long.
-
-        Cut once, for all layers."""
-        if max_short not in self._parts:
-            self._parts[max_short] = list(self._cut(max_short))
-        return self._parts[max_short]
+        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long."""
+        return self.once(("parts", max_short), lambda: list(self._cut(max_short)))
 
     def _cut(self, max_short: int) -> Iterator[tuple[bool, slice, ForwardBatch]]:
         if self.max_query_len <= max_short:

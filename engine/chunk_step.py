@@ -14,6 +14,10 @@ import torch
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import TokenDispatcher
 
+MOST_QUERY_ROWS = 384
+"""Steps up to so many rows make all queries in their pieces: twice, but the host has fewer kernels to launch between
+them. In larger ones the device needs longer than the host's launches."""
+
 
 class ChunkStep:
     """The pieces of steps of up to `most_rows` rows: piece 0 leads from the tokens to the first attention, piece i from
@@ -21,7 +25,7 @@ class ChunkStep:
 
     What pieces and attention hand each other lies in places that all layers and all numbers of rows share. Padding rows
     hold token 0 at position 0 of block 0, which no sequence owns; `num_tokens_1` tells where they begin.
-    model: with `rotary`, `before_attention`, `attention`, `after_attention`, `features` and `attention_shapes` as
+    model: with `rotary`, `before_attention`, `attention`, `after_attention`, `features` and `attention_places` as
     models.kimi_k25.model has them. dispatcher_of(rows): the dispatcher of a step of so many rows.
     """
 
@@ -38,14 +42,12 @@ class ChunkStep:
         device = caches.device
         self._ids_3T = torch.zeros(3, most_rows, dtype=torch.int64, device=device)
         self._num_tokens_1 = torch.zeros(1, dtype=torch.int32, device=device)
-
-        def rows(*shape: int) -> torch.Tensor:
-            return torch.zeros(most_rows, *shape, dtype=model.dtype, device=device)
-
-        self._q_TQ, self._rows_TX, self._out_THV = (rows(*shape) for shape in model.attention_shapes)
+        self._inputs, self._out_THV = model.attention_places(most_rows, min(most_rows, MOST_QUERY_ROWS))
         width = model.config.hidden_size
-        self._x_TD = rows(width)
-        self._features_TF = rows(width * len(self._feature_layers)) if self._feature_layers else None
+        self._x_TD = self._out_THV.new_zeros(most_rows, width)
+        self._features_TF = None
+        if self._feature_layers:
+            self._features_TF = self._out_THV.new_zeros(most_rows, width * len(self._feature_layers))
 
     @property
     def num_layers(self) -> int:
@@ -76,7 +78,7 @@ class ChunkStep:
     def first(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Piece 0 -> (rotary angles of all rows, residual [t, D])."""
         cis = self._model.rotary(batch.positions_T)
-        return cis, self._leave(self._model.before_attention(cis, batch, self._caches))
+        return cis, self._leave(self._model.before_attention(cis, batch, self._caches, self._makes_queries(batch)))
 
     def after(
         self,
@@ -89,7 +91,9 @@ class ChunkStep:
         """The piece after attention `index` -> residual [t, D]. entering: the residual that entered each feature layer
         up to there, for the last piece."""
         out_THV = self._out_THV[: batch.token_ids_T.shape[0]]
-        between = self._model.after_attention(index, out_THV, residual_tD, cis, batch, self._caches)
+        between = self._model.after_attention(
+            index, out_THV, residual_tD, cis, batch, self._caches, self._makes_queries(batch)
+        )
         if index + 1 == self.num_layers and self._features_TF is not None:
             entered = entering | {self.num_layers: between.residual_tD}
             features_TF = self._model.features([entered[layer] for layer in self._feature_layers], batch)
@@ -98,22 +102,28 @@ class ChunkStep:
 
     def _leave(self, between: Any) -> torch.Tensor:
         """Puts what comes next where it is looked for."""
-        num_rows = between.x_TD.shape[0]
-        if between.q_TQ is None:
-            self._x_TD[:num_rows].copy_(between.x_TD)
-        else:
-            self._q_TQ[:num_rows].copy_(between.q_TQ)
-            self._rows_TX[:num_rows].copy_(between.rows_TX)
+        places, values = (self._x_TD,), (between.x_TD,)
+        if between.inputs is not None:
+            places, values = self._inputs, between.inputs
+        for place, value in zip(places, values, strict=True):
+            if value is not None:
+                place[: value.shape[0]].copy_(value)
         return between.residual_tD
 
     def enters_feature_layer(self, index: int) -> bool:
         return index in self._feature_layers
 
-    def attend(self, index: int, cis: torch.Tensor, batch: ForwardBatch) -> None:
-        """Attention `index` of a step's real rows, at once. cis: angles of all rows."""
+    @staticmethod
+    def _makes_queries(batch: ForwardBatch) -> bool:
+        return batch.token_ids_T.shape[0] <= MOST_QUERY_ROWS
+
+    def attention(self, cis: torch.Tensor, batch: ForwardBatch) -> Callable[[int], None]:
+        """Computes attention `index` of a step's real rows, at once. cis: angles of all rows, padding included."""
         count = batch.token_ids_T.shape[0]
-        q_TQ, rows_TX, out_THV = (place[:count] for place in (self._q_TQ, self._rows_TX, self._out_THV))
-        self._model.attention(index, q_TQ, rows_TX, cis[:count], batch, self._caches, out_THV)
+        made = self._inputs if cis.shape[0] <= MOST_QUERY_ROWS else self._inputs[:2]
+        inputs = type(self._inputs)(*(place[:count] for place in made))
+        cis, out_THV = cis[:count], self._out_THV[:count]
+        return lambda index: self._model.attention(index, inputs, cis, batch, self._caches, out_THV)
 
     def results(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(final norm's output [T, D], features [T, F] or None) of the first rows, until the next step is launched."""

@@ -135,10 +135,11 @@ class SegmentRunner:
         """A step's final norm and features of its real rows [T, ...], which the next replay overwrites."""
         self._step.fill(batch, segments.num_rows)
         self._meter.add(segments.sends)
+        attend = self._step.attention(segments.cis, batch)
         first, *others = segments.graphs
         first.replay()
         for index, graph in enumerate(others):
-            self._step.attend(index, segments.cis, batch)
+            attend(index)
             graph.replay()
         return self._step.results(batch.token_ids_T.shape[0])
 

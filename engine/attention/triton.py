@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -49,40 +51,50 @@ class TritonAttention:
         out, lse = mla_prefill(
             q_THX, *_expand(kv_TX, kv_b_weight, q_THX.shape), starts, starts, scale, batch.max_query_len, True
         )
-        if all(seq_len == query_len for query_len, seq_len in zip(batch.query_lens, batch.seq_lens, strict=True)):
+        pieces = batch.once(("context", self.context_tokens), lambda: self._context(batch, cache.shape[1]))
+        if not pieces:
             return out
         out = out.float()
-        start = 0
-        for n, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-            rows = slice(start, start + query_len)
-            self._context(
-                q_THX[rows], cache, batch.block_table_NB[n], seq_len - query_len, scale, kv_b_weight,
-                (out[rows], lse[rows]),
-            )  # fmt: skip
-            start += query_len
+        widths = (kv_b_weight.shape[1], kv_TX.shape[1] - kv_b_weight.shape[1])
+        for piece in pieces:
+            kv_LX = gather(cache, piece.pages, piece.num_keys, widths, q_THX.dtype)
+            queries, keys = q_THX[piece.rows], _expand(kv_LX, kv_b_weight, q_THX.shape)
+            carry = out[piece.rows], lse[piece.rows]
+            mla_prefill(queries, *keys, *piece.starts, scale, queries.shape[0], False, carry)
         return out.to(q_THX.dtype)
 
-    def _context(
-        self,
-        q_THX: torch.Tensor,
-        cache: torch.Tensor,
-        block_table_B: torch.Tensor,
-        length: int,
-        scale: float,
-        kv_b_weight: torch.Tensor,
-        carry: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Adds one request's cached keys before its chunk to `carry`, a bounded number at a time."""
-        page, nope = cache.shape[1], kv_b_weight.shape[0] // q_THX.shape[1] - carry[0].shape[2]
-        widths = (kv_b_weight.shape[1], q_THX.shape[2] - nope)
-        step = max(1, self.context_tokens // page)
-        for first in range(0, -(-length // page), step):
-            num_keys = min(step * page, length - first * page)
-            pages = block_table_B[first : first + -(-num_keys // page)]
-            kv_LX = gather(cache, pages, num_keys, widths, q_THX.dtype)
-            keys = _expand(kv_LX, kv_b_weight, q_THX.shape)
-            starts = torch.tensor([[0, q_THX.shape[0]], [0, num_keys]], dtype=torch.int32, device=cache.device)
-            mla_prefill(q_THX, *keys, *starts, scale, q_THX.shape[0], False, carry)
+    def _context(self, batch: ForwardBatch, page: int) -> list[_Piece]:
+        """Each request's cached keys before its chunk, a bounded number at a time."""
+        found, row = [], 0
+        step = max(1, self.context_tokens // page) * page
+        for n, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+            length, rows = seq_len - query_len, slice(row, row + query_len)
+            for first in range(0, length, step):
+                num_keys = min(step, length - first)
+                pages = batch.block_table_NB[n, first // page : -(-(first + num_keys) // page)]
+                found.append((rows, num_keys, pages))
+            row += query_len
+        if not found:
+            return []
+        starts = [[[0, rows.stop - rows.start], [0, num_keys]] for rows, num_keys, _ in found]
+        sent = _send(starts, batch.block_table_NB.device)
+        return [_Piece(*one, tuple(pair)) for one, pair in zip(found, sent, strict=True)]
+
+
+class _Piece(NamedTuple):
+    """Some of a request's cached keys. rows: its queries among the batch's; pages: where the keys lie; starts: int32
+    [2] each, where queries and keys of this one request begin, and their end."""
+
+    rows: slice
+    num_keys: int
+    pages: torch.Tensor
+    starts: tuple[torch.Tensor, torch.Tensor]
+
+
+def _send(values: list, device: torch.device) -> torch.Tensor:
+    """int32, from pinned memory, so that the host does not wait for the device."""
+    tensor = torch.tensor(values, dtype=torch.int32)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _expand(

@@ -17,6 +17,7 @@ from engine.config import ConfigError
 
 SUBCOMMANDS = {
     "step": ("engine.bench.step", "decode steps and prefill of one rank's share, against the byte roofline"),
+    "chunks": ("engine.bench.chunks", "steps with a part of a prompt on one rank's share, at once and replayed"),
     "moe": ("engine.bench.moe", "the routed experts of a layer on one rank"),
     "mla": ("engine.bench.mla", "attention of a layer on one rank"),
     "dense": ("engine.bench.dense", "the dense products of a layer on one rank"),

@@ -133,7 +133,7 @@ def _is_goals_share(runner: ModelRunner) -> bool:
 def measure_prefill(runner: ModelRunner, num_tokens: int, args: argparse.Namespace, peak: float) -> dict[str, Any]:
     """One row in the columns of `measure_point`; fraction: model FLOPs over time and the peak of a large product."""
     output = prefill_step(runner, num_tokens)
-    with counted_experts(runner.model) as experts:
+    with counted_experts(runner.model) as experts, without_graphs(runner):  # a graph runs nothing that counts
         runner.execute(output)
     replays = min(args.replays, PREFILL_REPLAYS)
     timing = time_host(lambda: runner.execute(output), runner.parallel.device, replays)

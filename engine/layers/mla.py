@@ -1,12 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2 report, section 2.1), this rank's heads.
 
 Shape letters: T tokens, D model width, H this rank's heads, N nope width of a head, R rope width, C latent width,
-V value width of a head.
+V value width of a head, Q query latent width, X = C + R.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,16 @@ from engine.kernels.table import Kernels
 from engine.layers.linear import Linear, whole
 from engine.layers.norm import RMSNorm
 from engine.weights import TensorSpec
+
+
+class AttentionInputs(NamedTuple):
+    """Query latents [T, Q] and cache rows [T, X]; where they are made already, queries absorbed [T, H, X] and expanded
+    [T, H, N + R], of all rows."""
+
+    q_TQ: torch.Tensor
+    rows_TX: torch.Tensor
+    absorbed_THX: torch.Tensor | None = None
+    expanded_THX: torch.Tensor | None = None
 
 
 class MLA(nn.Module):
@@ -71,27 +82,41 @@ class MLA(nn.Module):
 
         Returns a partial over ranks, [T, D] or parts [P, T, D] of its sum.
         """
-        q_TQ, rows_TX = self.latents(x_TD, cis, cache, batch.slots_T)
-        return self.output(self.attention(q_TQ, rows_TX, cis, cache, batch, backend))
+        inputs = self.inputs(x_TD, cis, cache, batch.slots_T)
+        return self.output(self.attention(inputs, cis, cache, batch, backend))
+
+    def inputs(
+        self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, slots_T: torch.Tensor, with_queries=False
+    ) -> AttentionInputs:
+        """Of normalised rows, whose KV is written to its slots. with_queries: each head's queries too, in both forms,
+        since who makes them does not know yet which rows want which."""
+        q_TQ, rows_TX = self.latents(x_TD, cis, cache, slots_T)
+        if not with_queries:
+            return AttentionInputs(q_TQ, rows_TX)
+        absorbed_THX = self.absorbed(q_TQ, cis)
+        return AttentionInputs(q_TQ, rows_TX, absorbed_THX, self.expanded(q_TQ, cis))
 
     def attention(
         self,
-        q_TQ: torch.Tensor,
-        rows_TX: torch.Tensor,
+        inputs: AttentionInputs,
         cis: torch.Tensor,
         cache: torch.Tensor,
         batch: ForwardBatch,
         backend: AttentionBackend,
         out_THV: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From what `latents` gives to the heads' outputs [T, H, V], in `out_THV` where it is given."""
-        outs = []
+        """The heads' outputs [T, H, V], in `out_THV` where it is given."""
+        outs, w_v_HVC = [], self.absorbed_weights()[1]
         for is_short, tokens, part in self._parts(batch, backend):
-            if is_short:
-                outs.append(self.attend(q_TQ[tokens], cis[tokens], cache, part, backend))
+            made_THX = inputs.absorbed_THX if is_short else inputs.expanded_THX
+            if made_THX is not None:
+                q_THX = made_THX[tokens]
             else:
-                q_THX = self.kernels.queries(q_TQ[tokens], self.query_weight, self.nope, cis[tokens], self.num_heads)
-                outs.append(backend.prefill(q_THX, rows_TX[tokens], cache, part, self.scale, self.kv_b.weight))
+                q_THX = (self.absorbed if is_short else self.expanded)(inputs.q_TQ[tokens], cis[tokens])
+            if is_short:
+                outs.append(backend.attend(q_THX, cache, part, self.scale, w_v_HVC))
+            else:
+                outs.append(backend.prefill(q_THX, inputs.rows_TX[tokens], cache, part, self.scale, self.kv_b.weight))
         if out_THV is not None:
             return torch.cat(outs, out=out_THV)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -105,13 +130,13 @@ class MLA(nn.Module):
         """This rank's heads through their columns of o_proj: a partial over ranks, [T, D] or parts [P, T, D]."""
         return self.kernels.partial(out_THV.flatten(1), self.o.weight)
 
-    def attend(
-        self, q_TQ: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, backend: AttentionBackend
-    ) -> torch.Tensor:
-        """The absorbed form: queries go into the latent space, the sums come back as [T, H, V]."""
-        w_k_HNC, w_v_HVC = self.absorbed_weights()
-        q_THX = self.kernels.absorbed_queries(q_TQ, self.query_weight, w_k_HNC, cis)
-        return backend.attend(q_THX, cache, batch, self.scale, w_v_HVC)
+    def absorbed(self, q_TQ: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        """Queries for the latent cache, [T, H, X]; the sums come back from there as [T, H, V]."""
+        return self.kernels.absorbed_queries(q_TQ, self.query_weight, self.absorbed_weights()[0], cis)
+
+    def expanded(self, q_TQ: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        """Queries for keys of each head, [T, H, N + R]; q_TQ itself, turned in place, where it holds them already."""
+        return self.kernels.queries(q_TQ, self.query_weight, self.nope, cis, self.num_heads)
 
     def latents(
         self, x_TD: torch.Tensor, cis: torch.Tensor, cache: torch.Tensor, slots_T: torch.Tensor
@@ -121,11 +146,13 @@ class MLA(nn.Module):
         kv_norm = self.kv_a_layernorm
         return self.kernels.latents(x_TD, self.qkv_a.weight, q_norm, kv_norm.weight, kv_norm.eps, cis, cache, slots_T)
 
-    @property
-    def row_shapes(self) -> tuple[tuple[int], tuple[int], tuple[int, int]]:
-        """Of one token: its query latent (Q), its cache row (X), its heads' outputs (H, V)."""
+    def places(self, num_rows: int, num_queries: int) -> tuple[AttentionInputs, torch.Tensor]:
+        """Zeros for what attention takes and gives of so many rows, queries made for the first `num_queries`."""
+        new, heads = self.o.weight.new_zeros, self.num_heads
         row = self.kv_lora_rank + self.rope
-        return (self.qkv_a.weight.shape[0] - row,), (row,), (self.num_heads, self.value)
+        latents = new(num_rows, self.qkv_a.weight.shape[0] - row), new(num_rows, row)
+        queries = new(num_queries, heads, row), new(num_queries, heads, self.nope + self.rope)
+        return AttentionInputs(*latents, *queries), new(num_rows, heads, self.value)
 
     @property
     def query_weight(self) -> torch.Tensor | None:
@@ -141,7 +168,7 @@ class MLA(nn.Module):
         """The same for one whole sequence without a cache, keys and values expanded: the oracle of `forward`."""
         slots_T = torch.arange(x_TD.shape[0], device=x_TD.device)
         q_TQ, rows_TX = self.latents(x_TD, cis, x_TD.new_empty(1, len(slots_T), self.kv_lora_rank + self.rope), slots_T)
-        q_THX = self.kernels.queries(q_TQ, self.query_weight, self.nope, cis, self.num_heads)
+        q_THX = self.expanded(q_TQ, cis)
         latent_TC, key_rope_TR = rows_TX.split([self.kv_lora_rank, self.rope], dim=-1)
         kv_THX = self.kernels.linear(latent_TC, self.kv_b.weight).unflatten(-1, (self.num_heads, -1))
         keys_THX = torch.cat(

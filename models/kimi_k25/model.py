@@ -1,8 +1,7 @@
 """Kimi-K2.5's text model: the layers in the paper's order, and the checkpoint's names for them.
 
 Shape letters: T tokens, t rows this rank holds between attention and attention, D model width, S sampled rows,
-V vocabulary (in attention: value width of a head), C latent width, R rope width, Q query latent width, X = C + R,
-H this rank's heads.
+V vocabulary (in attention: value width of a head), C latent width, R rope width, H this rank's heads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from engine.expert_map import ExpertMap
 from engine.kernels.table import Kernels
 from engine.layers.embedding import Embedding, LMHead
 from engine.layers.linear import Linear, whole
-from engine.layers.mla import MLA
+from engine.layers.mla import MLA, AttentionInputs
 from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.norm import RMSNorm
 from engine.layers.quant import EXPERT_STORAGE
@@ -33,12 +32,11 @@ VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 class Between(NamedTuple):
     """Between two attentions: the next norm's output [T, D], the residual stream [t, D], and what the next attention
-    takes (query latents [T, Q], cache rows [T, X]), None after the last."""
+    takes, None after the last."""
 
     x_TD: torch.Tensor
     residual_tD: torch.Tensor
-    q_TQ: torch.Tensor | None = None
-    rows_TX: torch.Tensor | None = None
+    inputs: AttentionInputs | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -172,21 +170,22 @@ class KimiModel(nn.Module):
         between = self.before_attention(cis, batch, caches)
         entering = [between.residual_tD]
         for index in range(len(self.layers)):
-            out_THV = self.attention(index, between.q_TQ, between.rows_TX, cis, batch, caches)
+            out_THV = self.attention(index, between.inputs, cis, batch, caches)
             between = self.after_attention(index, out_THV, between.residual_tD, cis, batch, caches)
             entering.append(between.residual_tD if len(entering) in feature_layers else None)
         return between.x_TD, self.features([entering[index] for index in feature_layers], batch)
 
-    def before_attention(self, cis: torch.Tensor, batch: ForwardBatch, caches: torch.Tensor) -> Between:
-        """From the tokens to the first attention. cis: their rotary angles."""
-        embedded_TD = self.embed_tokens(batch.token_ids_T)
-        return self._between(0, *batch.dispatcher.enter(embedded_TD, self._norm_before(0)), cis, batch, caches)
+    def before_attention(
+        self, cis: torch.Tensor, batch: ForwardBatch, caches: torch.Tensor, with_queries: bool = False
+    ) -> Between:
+        """From the tokens to the first attention. cis: their rotary angles; with_queries: as MLA.inputs takes it."""
+        rows = batch.dispatcher.enter(self.embed_tokens(batch.token_ids_T), self._norm_before(0))
+        return self._between(0, *rows, cis, batch, caches, with_queries)
 
     def attention(
         self,
         index: int,
-        q_TQ: torch.Tensor,
-        rows_TX: torch.Tensor,
+        inputs: AttentionInputs,
         cis: torch.Tensor,
         batch: ForwardBatch,
         caches: torch.Tensor,
@@ -194,8 +193,7 @@ class KimiModel(nn.Module):
     ) -> torch.Tensor:
         """Of layer `index`: [T, H, V], in `out_THV` where it is given. The only part of a step that reads the batch's
         host lists."""
-        attention = self.layers[index].self_attn
-        return attention.attention(q_TQ, rows_TX, cis, caches[index], batch, self.backend, out_THV)
+        return self.layers[index].self_attn.attention(inputs, cis, caches[index], batch, self.backend, out_THV)
 
     def after_attention(
         self,
@@ -205,10 +203,11 @@ class KimiModel(nn.Module):
         cis: torch.Tensor,
         batch: ForwardBatch,
         caches: torch.Tensor,
+        with_queries: bool = False,
     ) -> Between:
         """From layer `index`'s attention to the next one, or to the final norm."""
         rows = self.layers[index](out_THV, residual_tD, batch, self._norm_before(index + 1))
-        return self._between(index + 1, *rows, cis, batch, caches)
+        return self._between(index + 1, *rows, cis, batch, caches, with_queries)
 
     def _norm_before(self, index: int) -> RMSNorm:
         return self.layers[index].input_layernorm if index < len(self.layers) else self.norm
@@ -221,11 +220,12 @@ class KimiModel(nn.Module):
         cis: torch.Tensor,
         batch: ForwardBatch,
         caches: torch.Tensor,
+        with_queries: bool,
     ) -> Between:
         if index == len(self.layers):
             return Between(x_TD, residual_tD)
-        latents = self.layers[index].self_attn.latents(x_TD, cis, caches[index], batch.slots_T)
-        return Between(x_TD, residual_tD, *latents)
+        attention = self.layers[index].self_attn
+        return Between(x_TD, residual_tD, attention.inputs(x_TD, cis, caches[index], batch.slots_T, with_queries))
 
     def features(self, entering: list[torch.Tensor], batch: ForwardBatch) -> torch.Tensor | None:
         """The residual streams [t, D] of all tokens side by side, [T, len(entering) x D]; None without any."""
@@ -233,10 +233,9 @@ class KimiModel(nn.Module):
         whole = [batch.dispatcher.gather(residual_tD, num_tokens) for residual_tD in entering]
         return torch.cat(whole, dim=-1) if whole else None
 
-    @property
-    def attention_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of one token: what attention takes (query latent, cache row) and gives."""
-        return self.layers[0].self_attn.row_shapes
+    def attention_places(self, num_rows: int, num_queries: int) -> tuple[AttentionInputs, torch.Tensor]:
+        """As MLA.places, the same for all layers."""
+        return self.layers[0].self_attn.places(num_rows, num_queries)
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Float32 [S, V], whole on every rank."""

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine import chunk_step
+from engine.attention.reference import ReferenceAttention
 from engine.comm.meter import MOE_COMBINE, CommMeter
 from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
@@ -204,6 +206,23 @@ def test_rounds_are_counted_as_those_of_a_step_at_once(plain, replayed):
         return {kind: count - before[kind] for kind, count in meter.rounds.items()}
 
     assert rounds(plain) == rounds(replayed) and sum(rounds(plain).values()) > 0
+
+
+class ExpandedToo(ReferenceAttention):
+    """Takes chunks of more than three tokens in the expanded form, as kernels do."""
+
+    max_absorbed_query_len = 3
+
+
+@pytest.mark.parametrize("most_query_rows", [0, 64])
+def test_both_forms_of_queries_give_the_same_tokens(checkpoint, monkeypatch, most_query_rows):
+    """Chunks, and decodes beside them, whether pieces make the queries or attention does."""
+    monkeypatch.setattr(chunk_step, "MOST_QUERY_ROWS", most_query_rows)
+    cores = build(checkpoint), build(checkpoint)
+    for core in cores:
+        core.replica.runner.model.backend = ExpandedToo()
+    cores[1].recorder = record_segments(cores[1].replica.runner, SIZES)
+    same(*cores, [(prompt_of(n), SamplingParams(temperature=0.0, max_tokens=n % 7 + 2)) for n in (2, 30, 70, 150)])
 
 
 def one_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:

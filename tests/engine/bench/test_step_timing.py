@@ -45,7 +45,7 @@ def test_tokens_are_read_one_step_behind():
 
 
 def test_graphs_come_back():
-    runner = SimpleNamespace(graphs="graphs")
+    runner = SimpleNamespace(graphs="graphs", segments="segments")
     with without_graphs(runner):
-        assert runner.graphs is None
-    assert runner.graphs == "graphs"
+        assert runner.graphs is None and runner.segments is None
+    assert (runner.graphs, runner.segments) == ("graphs", "segments")
