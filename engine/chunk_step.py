@@ -6,6 +6,7 @@ Shape letters: T rows, padding included, t those this rank holds between attenti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ class ChunkStep:
         for place_T, values_T in zip(self._ids_3T, (batch.token_ids_T, batch.positions_T, batch.slots_T), strict=True):
             place_T[:count].copy_(values_T)
         self._ids_3T[:, count:num_rows].zero_()
+        self._out_THV[count:num_rows].zero_()  # which attention leaves alone: else a broken step's numbers would stay
         self._num_tokens_1.copy_(batch.num_tokens_1)
 
     def batch(self, num_rows: int) -> ForwardBatch:
@@ -129,3 +131,20 @@ class ChunkStep:
         """(final norm's output [T, D], features [T, F] or None) of the first rows, until the next step is launched."""
         features_TF = self._features_TF
         return self._x_TD[:num_rows], None if features_TF is None else features_TF[:num_rows]
+
+
+def run_pieces(
+    step: ChunkStep, num_rows: int, run: Callable[[Callable[[], Any]], Any] = lambda piece: piece()
+) -> torch.Tensor:
+    """All pieces in order, each given to `run`, without attention between them; returns the angles.
+
+    Residuals live until the piece that takes them is done, those of feature layers to the end: memory of one that is
+    gone is a later piece's, in every replay as in the capture."""
+    batch = step.batch(num_rows)
+    cis, residual_tD = run(functools.partial(step.first, batch))
+    entering: dict[int, torch.Tensor] = {}
+    for index in range(step.num_layers):
+        if step.enters_feature_layer(index):
+            entering[index] = residual_tD
+        residual_tD = run(functools.partial(step.after, index, cis, residual_tD, dict(entering), batch))
+    return cis

@@ -188,10 +188,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_segments(self, recorder: Recorder, sizes: Sequence[int] = SIZES) -> None:
-        """Records what lies between attentions in steps of `sizes` rows, of those that may occur."""
-        fitting = [size for size in sizes if size <= self.config.max_num_batched_tokens]
+        """Records what lies between attentions in steps of `sizes` rows, of those that may occur and whose residual
+        stream alone fits what is left of the budget."""
         taken = 0 if self.graphs is None else self.graphs.num_bytes
         budget = int(self.config.graph_memory_gb * 2**30) - taken
+        row_bytes = self.model_config.hidden_size * self.model.dtype.itemsize
+        fitting = [size for size in self.segment_sizes(sizes) if size * row_bytes <= budget]
         agree = functools.partial(agree_on_minimum, parallel=self.parallel)
         segments = SegmentRunner(recorder, self.chunk_step(max(fitting, default=0)), budget, self.parallel.meter, agree)
         segments.capture_all(fitting)
@@ -221,6 +223,9 @@ class ModelRunner:
         longest = self.max_model_len + 3 * self.num_guesses  # an ended answer's rows, and the chain behind them
         table = BlockTable(self.max_num_seqs, -(-longest // BLOCK_SIZE), self.parallel.device)
         return {size: DecodeBatch(size, BLOCK_SIZE, table, self.sampled, self.parallel.device) for size in sizes}
+
+    def segment_sizes(self, sizes: Sequence[int] = SIZES) -> list[int]:
+        return [size for size in sizes if size <= self.config.max_num_batched_tokens]
 
     def chunk_step(self, most_rows: int) -> ChunkStep:
         return ChunkStep(self.model, self.dispatchers.for_rows, self.caches, self._feature_layers, most_rows)

@@ -7,15 +7,15 @@ the real ones.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.batch import ForwardBatch
-from engine.chunk_step import ChunkStep
+from engine.chunk_step import ChunkStep, run_pieces
 from engine.comm.choice_rule import INVARIANT_ROWS
 from engine.comm.meter import CommMeter
 from engine.graph import Graph, Recorder
@@ -93,36 +93,21 @@ class SegmentRunner:
             segments.reset()
 
     def _capture(self, num_rows: int) -> Segments:
-        batch = self._step.batch(num_rows)
         for _ in range(_WARM_UPS):
-            self._run(num_rows, batch, lambda piece: piece())
+            run_pieces(self._step, num_rows)
         before = self._recorder.memory()
         self._agree(0)
         graphs: list[Graph] = []
 
-        def record(piece: Callable[[], object]) -> object:
+        def record(piece: Callable[[], Any]) -> Any:
             graph, result = self._recorder.capture(piece)
             graphs.append(graph)
             return result
 
         with self._meter.apart() as sends:
-            cis = self._run(num_rows, batch, record)
+            cis = run_pieces(self._step, num_rows, record)
         taken = -self._agree(-max(self._recorder.memory() - before, 0))
         return Segments(num_rows, graphs, cis, sends, taken)
-
-    def _run(self, num_rows: int, batch: ForwardBatch, run: Callable) -> torch.Tensor:
-        """All pieces in order, each given to `run`; returns the angles.
-
-        Residuals live until the piece that takes them is done, those of feature layers to the end: memory of one that
-        is gone is a later piece's, in every replay as in the capture."""
-        step = self._step
-        cis, residual_tD = run(functools.partial(step.first, batch))
-        entering: dict[int, torch.Tensor] = {}
-        for index in range(step.num_layers):
-            if step.enters_feature_layer(index):
-                entering[index] = residual_tD
-            residual_tD = run(functools.partial(step.after, index, cis, residual_tD, dict(entering), batch))
-        return cis
 
     def choose(self, num_rows: int) -> Segments | None:
         """The smallest that fits. Steps within the invariant range take none beyond it, where a row's bits are others
