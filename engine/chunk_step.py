@@ -15,6 +15,9 @@ import torch
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import TokenDispatcher
 
+SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of the steps whose pieces are captured. Beyond them the device takes longer than the host's launches."""
+
 MOST_QUERY_ROWS = 384
 """Steps up to so many rows make all queries in their pieces: twice, but the host has fewer kernels to launch between
 them. In larger ones the device needs longer than the host's launches."""
@@ -49,6 +52,12 @@ class ChunkStep:
         self._features_TF = None
         if self._feature_layers:
             self._features_TF = self._out_THV.new_zeros(most_rows, width * len(self._feature_layers))
+
+    @classmethod
+    def of(cls, runner: Any, sizes: Sequence[int]) -> ChunkStep:
+        """For a model runner's steps of these numbers of rows, over its caches."""
+        layers = runner.feature_layers
+        return cls(runner.model, runner.dispatchers.for_rows, runner.caches, layers, max(sizes, default=0))
 
     @property
     def num_layers(self) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine import cache_plan, memory, rehearsal, sampling, verify
+from engine import cache_plan, memory, rehearsal, sampling, segments, verify
 from engine.batch import ForwardBatch
 from engine.cache_plan import BLOCK_SIZE
-from engine.chunk_step import ChunkStep
 from engine.comm import choice, meter
 from engine.comm.choice_rule import INVARIANT_ROWS
 from engine.comm.collectives import agree_on_minimum, all_reduce
@@ -32,7 +30,7 @@ from engine.request import Request
 from engine.sampled_step import Forwarded, SampledStep
 from engine.sampling import LogitShaper, SampledLogprobs, gather_logprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
-from engine.segments import SIZES, SegmentRunner
+from engine.segments import SegmentRunner
 from engine.step_output import ModelRunnerOutput, PromptLogprobs, ReadBuffers
 
 LOGIT_ROWS = 256
@@ -146,7 +144,12 @@ class ModelRunner:
         """What was measured of dispatchers at start, and what was chosen, as `DispatcherChoice.report` tells it."""
         return self.dispatchers.report()
 
-    def _round_seconds(self, num_rows: int) -> dict[str, float]:
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Before which of the target's layers the draft looks at the residual stream."""
+        return () if self.drafter is None else self.drafter.feature_layers
+
+    def round_seconds(self, num_rows: int) -> dict[str, float]:
         """What one round of each kind took at start in a step of so many rows; empty where it was not measured."""
         verbs = self.comm_choice()["rounds"].get(num_rows, {})
         return {kind: verbs[verb] / 1e6 for kind, verb in meter.VERBS.items() if verb in verbs}
@@ -184,23 +187,7 @@ class ModelRunner:
     def capture_all(self, recorder: Recorder) -> None:
         """Decode steps first: what they leave of the budget is for steps with chunks."""
         self.capture(recorder)
-        self.capture_segments(recorder)
-
-    @torch.inference_mode()
-    def capture_segments(self, recorder: Recorder, sizes: Sequence[int] = SIZES) -> None:
-        """Records what lies between attentions in steps of `sizes` rows, of those that may occur and whose residual
-        stream alone fits what is left of the budget."""
-        taken = 0 if self.graphs is None else self.graphs.num_bytes
-        budget = int(self.config.graph_memory_gb * 2**30) - taken
-        row_bytes = self.model_config.hidden_size * self.model.dtype.itemsize
-        fitting = [size for size in self.segment_sizes(sizes) if size * row_bytes <= budget]
-        agree = functools.partial(agree_on_minimum, parallel=self.parallel)
-        segments = SegmentRunner(recorder, self.chunk_step(max(fitting, default=0)), budget, self.parallel.meter, agree)
-        segments.capture_all(fitting)
-        for size, captured in segments.captured.items():
-            if seconds := self._round_seconds(size):
-                captured.sends.estimate(seconds)
-        self.segments = segments
+        self.segments = segments.capture(self, recorder)
 
     @torch.inference_mode()
     def capture(self, recorder: Recorder, sizes: list[int] | None = None) -> None:
@@ -214,7 +201,7 @@ class ModelRunner:
         graphs = GraphRunner(recorder, step, budget, self.parallel.meter, agree)
         graphs.capture_all([(variant, inputs[variant.num_requests]) for variant in wanted])
         for variant, graph in graphs.captured.items():
-            if seconds := self._round_seconds(variant.num_rows):
+            if seconds := self.round_seconds(variant.num_rows):
                 graph.sends.estimate(seconds)
         self.graphs = graphs
 
@@ -223,16 +210,6 @@ class ModelRunner:
         longest = self.max_model_len + 3 * self.num_guesses  # an ended answer's rows, and the chain behind them
         table = BlockTable(self.max_num_seqs, -(-longest // BLOCK_SIZE), self.parallel.device)
         return {size: DecodeBatch(size, BLOCK_SIZE, table, self.sampled, self.parallel.device) for size in sizes}
-
-    def segment_sizes(self, sizes: Sequence[int] = SIZES) -> list[int]:
-        return [size for size in sizes if size <= self.config.max_num_batched_tokens]
-
-    def chunk_step(self, most_rows: int) -> ChunkStep:
-        return ChunkStep(self.model, self.dispatchers.for_rows, self.caches, self._feature_layers, most_rows)
-
-    @property
-    def _feature_layers(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.feature_layers
 
     def decode_step(self, most_rows: int) -> DecodeStep:
         shape = (most_rows, self.model_config.vocab_size)
@@ -305,10 +282,10 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The final norm's output and the draft's features of all rows."""
-        segments = self.segments and self.segments.choose(batch.token_ids_T.shape[0])
-        if segments:
-            return self.segments.replay(segments, batch)
-        return self.model.forward_with_features(batch, self.caches, self._feature_layers)
+        graphs = self.segments and self.segments.choose(batch.token_ids_T.shape[0])
+        if graphs:
+            return self.segments.replay(graphs, batch)
+        return self.model.forward_with_features(batch, self.caches, self.feature_layers)
 
     def _leave(self, items: list[ScheduledRequest], result: ModelRunnerOutput) -> None:
         """Sends what the step left on its way to the host, and to the next step."""

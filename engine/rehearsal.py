@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.cache_plan import BLOCK_SIZE
-from engine.chunk_step import run_pieces
+from engine.chunk_step import SIZES, ChunkStep, run_pieces
 from engine.comm.collectives import agree_on_minimum
 from engine.log import logger
 from engine.request import MAX_LOGPROBS, Request, SamplingParams
@@ -80,8 +80,8 @@ def _dry_run(runner: Any) -> None:
         step = runner.decode_step(max(variant.num_rows for variant in variants))
         for variant in variants:
             step.whole(inputs[variant.num_requests], variant)
-        sizes = runner.segment_sizes()
-        chunk = runner.chunk_step(max(sizes, default=0))
+        sizes = [size for size in SIZES if size <= runner.config.max_num_batched_tokens]
+        chunk = ChunkStep.of(runner, sizes)
         for size in sizes:
             run_pieces(chunk, size)
         runner.drop_caches()

@@ -7,6 +7,7 @@ the real ones.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,12 @@ from typing import Any
 import torch
 
 from engine.batch import ForwardBatch
-from engine.chunk_step import ChunkStep, run_pieces
+from engine.chunk_step import SIZES, ChunkStep, run_pieces
 from engine.comm.choice_rule import INVARIANT_ROWS
+from engine.comm.collectives import agree_on_minimum
 from engine.comm.meter import CommMeter
 from engine.graph import Graph, Recorder
 from engine.log import logger
-
-SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows of the steps that are captured. Beyond them the device takes longer than the host's launches."""
 
 _WARM_UPS = 2
 
@@ -133,3 +132,20 @@ class SegmentRunner:
         for segments in self._captured.values():
             segments.reset()
         self._captured.clear()
+
+
+@torch.inference_mode()
+def capture(runner: Any, recorder: Recorder, sizes: Sequence[int] = SIZES) -> SegmentRunner:
+    """For a model runner, over its caches: steps of `sizes` rows, of those that may occur and whose residual stream
+    alone fits what the decode steps' graphs have left of the budget."""
+    taken = 0 if runner.graphs is None else runner.graphs.num_bytes
+    budget = int(runner.config.graph_memory_gb * 2**30) - taken
+    row_bytes = runner.model_config.hidden_size * runner.model.dtype.itemsize
+    fitting = [size for size in sizes if size <= runner.config.max_num_batched_tokens and size * row_bytes <= budget]
+    agree = functools.partial(agree_on_minimum, parallel=runner.parallel)
+    segments = SegmentRunner(recorder, ChunkStep.of(runner, fitting), budget, runner.parallel.meter, agree)
+    segments.capture_all(fitting)
+    for size, captured in segments.captured.items():
+        if seconds := runner.round_seconds(size):
+            captured.sends.estimate(seconds)
+    return segments

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine import segments
 from engine.attention.reference import ReferenceAttention
 from engine.model_runner import ModelRunner
 
@@ -78,8 +79,9 @@ def record(runner: ModelRunner) -> RerunRecorder:
     return recorder
 
 
-def record_segments(runner: ModelRunner, sizes: list[int]) -> RerunRecorder:
-    """Makes the runner replay what lies between attentions of its other steps, of up to these numbers of rows."""
-    recorder = RerunRecorder()
-    runner.capture_segments(recorder, sizes)
+def record_segments(runner: ModelRunner, sizes: list[int], taken: list[int] = ()) -> RerunRecorder:
+    """Makes the runner replay what lies between attentions of its other steps, of up to these numbers of rows; `taken`
+    as RerunRecorder has it."""
+    recorder = RerunRecorder(taken)
+    runner.segments = segments.capture(runner, recorder, sizes)
     return recorder

@@ -278,8 +278,7 @@ def test_what_decodes_take_of_the_budget_is_not_for_chunks(checkpoint):
     runner = build(checkpoint, graph_memory_gb=1.0).replica.runner
     record(runner)
     next(iter(runner.graphs.captured.values())).num_bytes = 2**30
-    recorder = RerunRecorder([1])
-    runner.capture_segments(recorder, [16])
+    record_segments(runner, [16])
     assert runner.segments.captured == {} and runner.segments.choose(3) is None
     hidden_TD, _ = runner._forward(runner.input_batch.build(one_step(runner, 9), runner.dispatchers.for_rows(9)))
     assert hidden_TD.shape[0] == 9, "such steps run at once"
@@ -310,8 +309,7 @@ def step_on_ranks(parallel: ParallelState, checkpoint: str, moe_comm: str) -> di
     core = EngineCore(config, files, runner)
     request = (prompt_of(13), SamplingParams(temperature=0.0, max_tokens=2))
     at_once = ask(core, request)[0].token_ids
-    recorder = RerunRecorder([2**40] if parallel.rank else [])
-    runner.capture_segments(recorder, [16, 64])
+    recorder = record_segments(runner, [16, 64], [2**40] if parallel.rank else [])
     tokens = ask(core, request)[0].token_ids
     captured = sorted(runner.segments.captured)
     runner.close()
