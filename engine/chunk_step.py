@@ -15,7 +15,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.comm.dispatcher import TokenDispatcher
 
-SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Rows of the steps whose pieces are captured. Beyond them the device takes longer than the host's launches."""
 
 MOST_QUERY_ROWS = 384

@@ -15,7 +15,13 @@ from engine.scheduler import ScheduledRequest, SchedulerOutput
 
 pytestmark = pytest.mark.gpu
 
-SETTINGS = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": 600}
+SETTINGS = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 600,
+    "kv_cache_memory_gb": 1.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,7 @@ def replayed():
 
 @pytest.fixture(scope="module")
 def eager():
-    with LLM(**SETTINGS, enable_prefix_caching=False, enforce_eager=True, kv_cache_memory_gb=2.0) as llm:
+    with LLM(**SETTINGS, enable_prefix_caching=False, enforce_eager=True) as llm:
         assert llm._engine.replica.runner.segments is None
         yield llm
 
@@ -89,7 +95,7 @@ def test_steps_of_up_to_64_rows_have_the_bits_of_a_step_at_once(replayed, parts)
 
 
 def test_so_do_two_layers_of_the_full_share():
-    settings = SETTINGS | {"hf_overrides": {"num_hidden_layers": 2}, "kv_cache_memory_gb": 1, "max_model_len": 512}
+    settings = SETTINGS | {"hf_overrides": {"num_hidden_layers": 2}, "max_model_len": 512}
     with LLM(str(FULL_CONFIG), load_format="dummy", tp_share=8, **settings) as llm:
         runner = runner_of(llm)
         for parts in SMALL_STEPS:
@@ -143,7 +149,7 @@ def test_mixed_traffic_runs_with_replays_and_a_prefix_cache():
     shared = [rng.randrange(300) for _ in range(400)]
     prompts = [shared + [rng.randrange(300) for _ in range(rng.choice([1, 30, 90, 500]))] for _ in range(20)]
     params = [SamplingParams(temperature=0.7, seed=i, max_tokens=5 + i, ignore_eos=True) for i in range(20)]
-    with LLM(**SETTINGS, draft="auto", kv_cache_memory_gb=2.0) as llm:
+    with LLM(**SETTINGS, draft="auto") as llm:
         runner = runner_of(llm)
         assert runner.segments.captured and runner.drafter is not None
         outputs = llm.generate(prompts, params)
@@ -152,7 +158,7 @@ def test_mixed_traffic_runs_with_replays_and_a_prefix_cache():
 
 
 def test_a_budget_of_nothing_leaves_such_steps_at_once():
-    with LLM(**SETTINGS, graph_memory_gb=0.0, kv_cache_memory_gb=1.0) as llm:
+    with LLM(**SETTINGS, graph_memory_gb=0.0) as llm:
         assert runner_of(llm).segments.captured == {}
         assert (
             len(llm.generate([[1] * 100], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
