@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
+from engine.comm.choice_rule import INVARIANT_ROWS
 from engine.kernels.gpu.kv_rows import gather
 from engine.kernels.gpu.mla_decode import MAX_QUERY_LEN, mla_decode
 from engine.kernels.gpu.mla_prefill import mla_prefill
@@ -57,44 +59,81 @@ class TritonAttention:
         out = out.float()
         widths = (kv_b_weight.shape[1], kv_TX.shape[1] - kv_b_weight.shape[1])
         for piece in pieces:
-            kv_LX = gather(cache, piece.pages, piece.num_keys, widths, q_THX.dtype)
-            queries, keys = q_THX[piece.rows], _expand(kv_LX, kv_b_weight, q_THX.shape)
-            carry = out[piece.rows], lse[piece.rows]
-            mla_prefill(queries, *keys, *piece.starts, scale, queries.shape[0], False, carry)
+            from_cache = cache if piece.page > 1 else cache.flatten(0, 1).unsqueeze(1)
+            kv_LX = gather(from_cache, piece.pages, piece.num_keys, widths, q_THX.dtype)
+            keys, carry = _expand(kv_LX, kv_b_weight, q_THX.shape), (out[piece.rows], lse[piece.rows])
+            mla_prefill(q_THX[piece.rows], *keys, *piece.starts, scale, piece.max_query_len, False, carry)
         return out.to(q_THX.dtype)
 
     def _context(self, batch: ForwardBatch, page: int) -> list[_Piece]:
-        """Each request's cached keys before its chunk, a bounded number at a time."""
-        found, row = [], 0
+        """The cached keys before each request's chunk, a bounded number at a time.
+
+        Those of several requests go together, but not within the invariant range: a product's bits depend on how many
+        rows it has, and a row's must not depend on its company there."""
         step = max(1, self.context_tokens // page) * page
+        packs = batch.token_ids_T.shape[0] > INVARIANT_ROWS
+        groups: list[list[_Keys]] = []
         for n, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-            length, rows = seq_len - query_len, slice(row, row + query_len)
-            for first in range(0, length, step):
-                num_keys = min(step, length - first)
-                pages = batch.block_table_NB[n, first // page : -(-(first + num_keys) // page)]
-                found.append((rows, num_keys, pages))
-            row += query_len
-        if not found:
-            return []
-        starts = [[[0, rows.stop - rows.start], [0, num_keys]] for rows, num_keys, _ in found]
+            for first in range(0, seq_len - query_len, step):
+                keys = _Keys(n, first, min(step, seq_len - query_len - first))
+                if packs and groups and sum(one.count for one in groups[-1]) + keys.count <= step:
+                    groups[-1].append(keys)
+                else:
+                    groups.append([keys])
+        ends = [0, *itertools.accumulate(batch.query_lens)]
+        starts = [_starts(group, ends) for group in groups]
         sent = _send(starts, batch.block_table_NB.device)
-        return [_Piece(*one, tuple(pair)) for one, pair in zip(found, sent, strict=True)]
+        return [_piece(group, ends, one, batch, page) for group, one in zip(groups, sent, strict=True)]
+
+
+class _Keys(NamedTuple):
+    """`count` keys of request n from its key `first` on."""
+
+    n: int
+    first: int
+    count: int
 
 
 class _Piece(NamedTuple):
-    """Some of a request's cached keys. rows: its queries among the batch's; pages: where the keys lie; starts: int32
-    [2] each, where queries and keys of this one request begin, and their end."""
+    """Cached keys of neighbouring requests. rows: their queries among the batch's; pages: where the keys lie, in pages
+    of `page` tokens, one each where several requests share a piece; starts: int32 [requests + 1] each, where every
+    request's queries and keys begin, and their end."""
 
     rows: slice
     num_keys: int
     pages: torch.Tensor
+    page: int
     starts: tuple[torch.Tensor, torch.Tensor]
+    max_query_len: int
 
 
-def _send(values: list, device: torch.device) -> torch.Tensor:
-    """int32, from pinned memory, so that the host does not wait for the device."""
-    tensor = torch.tensor(values, dtype=torch.int32)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def _starts(group: list[_Keys], ends: list[int]) -> list[list[int]]:
+    """Of queries and keys of all requests from the group's first to its last; some may have no keys."""
+    first, last = group[0].n, group[-1].n
+    counts = {keys.n: keys.count for keys in group}
+    key_starts = [0, *itertools.accumulate(counts.get(n, 0) for n in range(first, last + 1))]
+    return [[end - ends[first] for end in ends[first : last + 2]], key_starts]
+
+
+def _piece(group: list[_Keys], ends: list[int], starts: list[torch.Tensor], batch: ForwardBatch, page: int) -> _Piece:
+    first, last, num_keys = group[0].n, group[-1].n, sum(keys.count for keys in group)
+    rows = slice(ends[first], ends[last + 1])
+    tables = [batch.block_table_NB[k.n, k.first // page : -(-(k.first + k.count) // page)] for k in group]
+    most = max(batch.query_lens[first : last + 1])
+    if len(group) == 1:
+        return _Piece(rows, num_keys, tables[0], page, tuple(starts), most)
+    within = torch.arange(page, device=batch.block_table_NB.device)
+    places = [(table[:, None] * page + within).flatten()[: k.count] for table, k in zip(tables, group, strict=True)]
+    return _Piece(rows, num_keys, torch.cat(places), 1, tuple(starts), most)
+
+
+def _send(values: list[list[list[int]]], device: torch.device) -> list[list[torch.Tensor]]:
+    """Lists of numbers as int32 in one copy from pinned memory, so that the host does not wait for the device."""
+    flat = torch.tensor([number for pair in values for one in pair for number in one], dtype=torch.int32)
+    if device.type != "cpu" and values:
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    parts = iter(flat.split([len(one) for pair in values for one in pair]))
+    return [[next(parts) for _ in pair] for pair in values]
 
 
 def _expand(

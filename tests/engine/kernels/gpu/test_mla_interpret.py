@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 if INTERPRETED:
     allow_scalar_arrays()
 SCALE = 0.11
+PACKED = [40, 30, 20, 17], [40 + 20, 30, 20 + 9, 17 + 70]  # more than 64 rows, short contexts among them
 # Not bfloat16, whose products the interpreter of Triton 3.6 takes of the bits as integers.
 SMALL = {"latent": 32, "rope": 16, "values": 16, "page": 16, "dtype": torch.float16}
 
@@ -136,7 +137,7 @@ def chunk_case(query_lens: list[int], seq_lens: list[int]) -> tuple:
 @interpreted
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"),
-    [([70], [70]), ([17, 65], [17, 65]), ([33, 20], [33 + 48, 20 + 7]), ([20, 18, 64], [20, 18 + 70, 64])],
+    [([70], [70]), ([17, 65], [17, 65]), ([33, 20], [33 + 48, 20 + 7]), ([20, 18, 64], [20, 18 + 70, 64]), PACKED],
 )
 @pytest.mark.parametrize("tma", [False, True])
 def test_chunks_over_their_context(query_lens, seq_lens, tma, monkeypatch):
@@ -154,11 +155,26 @@ def test_chunks_over_their_context(query_lens, seq_lens, tma, monkeypatch):
 
 
 @interpreted
-def test_chunks_over_a_context_in_bytes():
+def test_short_contexts_go_together_where_bits_may_depend_on_company():
+    from engine.attention.triton import TritonAttention
+
+    backend = TritonAttention(context_tokens=32)
+    *_, batch, _ = chunk_case(*PACKED)
+    pieces = backend._context(batch, 16)
+    assert [(p.rows, p.num_keys, p.page) for p in pieces] == [
+        (slice(0, 90), 29, 1), (slice(90, 107), 32, 16), (slice(90, 107), 32, 16), (slice(90, 107), 6, 16)
+    ]  # fmt: skip
+    assert [one.tolist() for one in pieces[0].starts] == [[0, 40, 70, 90], [0, 20, 20, 29]]
+    *_, batch, _ = chunk_case([20, 18, 17], [40, 27, 17])
+    assert [p.num_keys for p in backend._context(batch, 16)] == [20, 9], "up to 64 rows each is alone"
+
+
+@interpreted
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [([20, 18], [20, 18 + 42]), PACKED])
+def test_chunks_over_a_context_in_bytes(query_lens, seq_lens):
     """As over the numbers that they hold, to the bit."""
     from engine.attention.triton import TritonAttention
 
-    query_lens, seq_lens = [20, 18], [20, 18 + 42]
     case = decode_case(query_lens, seq_lens, heads=2, **SMALL)
     _, rows, _, batch, kv_b = chunk_case(query_lens, seq_lens)
     q, backend = case.q_THX[..., :32].contiguous(), TritonAttention(context_tokens=32)
