@@ -180,17 +180,17 @@ class EngineCore:
         return deltas
 
     def _lead_step(self, new: list[Request], finish: list[list[Any]]) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """The step of all ranks; the watch over it never makes it wait."""
+        """The step of all ranks; the watch over it never makes it wait. What has ended makes room first, so that the
+        plan knows who may take its place."""
+        self.replica.apply(new, finish)
         plan = self._plan(new)
-        prefill_limit = self._prefill_limit(new, plan)
+        prefill_limit = self._prefill_limit(plan)
         if self._control is None:
-            self.replica.apply(new, finish)
             return self.replica.step(plan, prefill_limit)
         digest = None
         message = {"new": [r.to_dict() for r in new], "finish": finish, "plan": plan, "prefill_limit": prefill_limit}
         self._control.begin_step({"kind": "step"} | message)
         try:
-            self.replica.apply(new, finish)
             output, result = self.replica.step(plan, prefill_limit)
             digest = self.replica.digest(result)
         finally:
@@ -201,11 +201,11 @@ class EngineCore:
         """How much the next step guesses; what it depends on is known to rank 0 alone."""
         return NO_GUESSES if self._speculation is None else self._speculation.plan(self.replica.scheduler.running, new)
 
-    def _prefill_limit(self, new: list[Request], plan: GuessPlan) -> int | None:
+    def _prefill_limit(self, plan: GuessPlan) -> int | None:
         """Prompt tokens of the next step beside those that decode; None for no bound but the token budget."""
         if self._step_budget is None:
             return None
-        return self._step_budget.limit(self.replica.scheduler, new, plan)
+        return self._step_budget.limit(self.replica.scheduler, plan)
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

@@ -31,6 +31,7 @@ class Replica:
         self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._launched = SchedulerOutput()
+        self._was_interrupted = False
         lookahead = int(runner.num_guesses > 0)  # a draft's KV depends on the token after
         kv_cache = KVCacheManager(
             runner.num_blocks, BLOCK_SIZE, config.enable_prefix_caching, lookahead, runner.num_host_blocks
@@ -63,9 +64,23 @@ class Replica:
     ) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Launches what can be launched; returns the oldest step in flight with its tokens, or an empty one."""
         self._launched = SchedulerOutput()
-        ahead = 1 if self.overlap and self._may_run_ahead() else 0
+        ahead = 1 if self._may_run_ahead() else 0
         if len(self._in_flight) > ahead:
             return self._read()
+        self._was_interrupted = False
+        try:
+            output = self._launch(plan, prefill_limit)
+        except BaseException:
+            self._was_interrupted = True
+            self.scheduler.start_over()
+            raise
+        if output.scheduled:
+            ahead = 1 if self._may_run_ahead() else 0  # which the step's guesses may have changed
+        if len(self._in_flight) > (ahead if output.scheduled else 0):
+            return self._read()
+        return SchedulerOutput(), ModelRunnerOutput()
+
+    def _launch(self, plan: GuessPlan, prefill_limit: int | None) -> SchedulerOutput:
         output = self.scheduler.schedule(plan, prefill_limit)
         if output.scheduled:
             result = self.runner.execute(output)
@@ -73,15 +88,13 @@ class Replica:
             self.num_steps += 1
             self._in_flight.append((output, result))
             self._launched = output
-            ahead = 1 if self.overlap and self._may_run_ahead() else 0  # which the step's guesses may have changed
-        if len(self._in_flight) > (ahead if output.scheduled else 0):
-            return self._read()
-        return SchedulerOutput(), ModelRunnerOutput()
+        return output
 
     def _may_run_ahead(self) -> bool:
-        """Only a graph takes from the device how many guesses the step before it accepts."""
+        """Only a graph takes from the device how many guesses the step before it accepts. What an interrupted step left
+        there is no one's."""
         scheduler = self.scheduler
-        if scheduler.needs_known_tokens:
+        if not self.overlap or self._was_interrupted or scheduler.needs_known_tokens:
             return False
         return not scheduler.has_guesses_in_flight or self.runner.replays(len(scheduler.running))
 

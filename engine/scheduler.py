@@ -251,6 +251,13 @@ class Scheduler:
         insort(self.waiting, request, key=_LINE)
         self.num_preemptions += 1
 
+    def start_over(self) -> None:
+        """A step was planned, but not all of it computed: blocks may lack what they are known by. So none is found any
+        more, and all requests are computed again."""
+        for request in self.running[::-1]:
+            self._preempt(request)
+        self.kv_cache.flush()
+
     def launch(self, output: SchedulerOutput) -> None:
         """From now on plans as if the step were done; the tokens that it samples are pending until `update`."""
         output.launched = True

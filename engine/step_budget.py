@@ -5,14 +5,12 @@ Rank 0 alone decides, by its own clock. Without this, whoever streams waits for 
 
 from __future__ import annotations
 
-import heapq
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from engine.prefill_costs import PrefillCosts, StepLoad
-from engine.request import Request
 from engine.scheduler import MANY_PREFILLS, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
 from engine.stats import StepBudgetSnapshot
 
@@ -23,7 +21,6 @@ _FEW_TOKENS = 4  # cost about what one costs
 _LEAST_GROWTH = 1.25  # if what was measured leaves room for it: a block more, where chunks end with blocks
 _FEW_PAIRS = 2.0**18  # of tokens, whose attention takes no time to speak of
 _UNMEETABLE = 1.1  # where even one token is too much: so many times the step of one token, or prompts would starve
-_RANK = operator.attrgetter("rank_in_line")
 _MOST_OUTSIDE = 0.2  # of the time between two steps, in which the caller did other things
 
 
@@ -94,8 +91,8 @@ class StepBudget:
         self._costs.seed((StepLoad.of([(at, n)], 0, 0, most_absorbed), cost) for n, at, cost in seeds)
         self._shown = StepBudgetSnapshot(None, 0.0, 0.0)
 
-    def limit(self, scheduler: Scheduler, new: Sequence[Request], plan: GuessPlan) -> int | None:
-        """At least 1; None where nothing prefills beside requests that decode. new: not with the scheduler yet."""
+    def limit(self, scheduler: Scheduler, plan: GuessPlan) -> int | None:
+        """At least 1; None where nothing prefills beside requests that decode."""
         self._timer.enter()
         prompts, rows, kv_tokens = [], 0, 0
         for request in scheduler.running:
@@ -105,18 +102,18 @@ class StepBudget:
             elif remaining == 1 and not request.ends_in_flight:
                 rows += 1 + plan.num_verify
                 kv_tokens += request.num_computed_tokens
-        if rows and (scheduler.waiting or new):
-            prompts += self._arriving(scheduler, new, prompts)
+        if rows and scheduler.waiting:
+            prompts += self._arriving(scheduler, prompts)
         limit = self._choose(_in_turn(prompts), rows, kv_tokens) if rows and prompts else None
         self._shown = self._shown._replace(limit_tokens=limit)
         return limit
 
-    def _arriving(self, scheduler: Scheduler, new: Sequence[Request], prompts: Sequence[Prompt]) -> list[Prompt]:
+    def _arriving(self, scheduler: Scheduler, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Those that the scheduler may admit now. How much of them it finds computed shows only then: all of it, to be
         on the safe side, so that their chunk of this one step may be smaller than it need be."""
         found: list[Prompt] = []
         wanted = sum(prompt.remaining for prompt in prompts)
-        for request in heapq.nsmallest(MANY_PREFILLS, [*scheduler.waiting, *new], key=_RANK):
+        for request in scheduler.waiting[:MANY_PREFILLS]:
             enough = wanted >= self._max_num_batched_tokens and len(prompts) + len(found) >= MANY_PREFILLS
             if enough or len(scheduler.running) + len(found) >= scheduler.max_num_seqs:
                 break

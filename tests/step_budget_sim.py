@@ -118,7 +118,7 @@ class World:
 
     def step(self) -> None:
         """As a core and its replica do it."""
-        limit = self.budget.limit(self.scheduler, [], NO_GUESSES)
+        limit = self.budget.limit(self.scheduler, NO_GUESSES)
         output = self.scheduler.schedule(NO_GUESSES, limit)
         if output.scheduled:
             self.scheduler.launch(output)

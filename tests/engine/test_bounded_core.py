@@ -67,6 +67,20 @@ def test_answers_are_the_same_and_chunks_are_small(checkpoint, monkeypatch):
     assert shown.limit_tokens is None and shown.observed_seconds > 0 and shown.predicted_seconds > 0
 
 
+def test_a_prompt_that_takes_the_place_of_one_that_ends_is_bounded_too(checkpoint):
+    """Its first chunk is planned in the step that frees the place."""
+    core = build(checkpoint, max_step_ms=1e-3, max_num_seqs=2)
+    for name in ("stream", "ends"):
+        core.add_request(name, [1, 2, 3], greedy(60))
+    core.step()
+    core.add_request("long", [5] * 300, greedy(4))
+    core.step()
+    core.abort_request("ends")
+    core.step()
+    scheduled = core.replica.launched.scheduled
+    assert [(i.request.request_id, i.num_tokens) for i in scheduled] == [("stream", 1), ("long", FIRST_TOKENS)]
+
+
 def test_figures_of_the_bound(checkpoint):
     core = build(checkpoint, max_step_ms=20)
     core.add_request("stream", [1, 2, 3], greedy(40))

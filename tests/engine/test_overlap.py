@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +243,34 @@ def test_the_engine_answers_the_same_ahead_of_its_tokens(core, penalties):
     for one, other in zip(expected, ask(core, *some), strict=True):
         assert (one.token_ids, one.text, one.end) == (other.token_ids, other.text, other.end)
         assert len(one.logprobs) == len(other.logprobs), "whose last bits depend on the batch"
+    assert not core.has_unfinished() and core.stats().kv_cache_usage == 0.0
+
+
+def test_a_step_interrupted_ahead_of_the_tokens_of_another(core, monkeypatch):
+    """Those are read before anything is launched: what the interrupted step left on the device is not known."""
+    core.replica.overlap = False
+    expected = ask(core, *requests())
+    core.replica.overlap = True
+    for i, (prompt, params) in enumerate(requests()):
+        core.add_request(f"q{i}", prompt, params)
+    answers, execute, count = defaultdict(Answer), core.replica.runner.execute, 0
+
+    def sometimes_interrupted(output):
+        nonlocal count
+        count += 1
+        result = execute(output)
+        if count % 4 == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(core.replica.runner, "execute", sometimes_interrupted)
+    for _ in range(200):
+        try:
+            for delta in core.step():
+                answers[delta.request_id, delta.index].take(delta)
+        except KeyboardInterrupt:
+            assert not core.replica.scheduler.running
+    assert [answers[f"q{i}", 0].token_ids for i in range(len(expected))] == [a.token_ids for a in expected]
     assert not core.has_unfinished() and core.stats().kv_cache_usage == 0.0
 
 

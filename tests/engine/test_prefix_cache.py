@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 import engine.cache_plan
@@ -14,7 +16,7 @@ from engine.kv_cache import KVCacheManager
 from engine.launch import start_engine
 from engine.request import SamplingParams
 from engine.scheduler import GuessPlan
-from tests.answers import ask, drain
+from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
 from tests.scheduler_model import ScheduledWorld, make_request
@@ -311,6 +313,39 @@ def test_bursts_of_prompts_that_begin_alike_with_aborts(cold, warm):
     same(cold, warm, requests)
     kv_cache = warm.replica.scheduler.kv_cache
     assert kv_cache.num_held == 0 and kv_cache.num_free + kv_cache.num_cached == kv_cache.pool.num_usable
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("steps_before", [0, 1, 6])
+def test_a_step_that_is_interrupted_leaves_nothing_to_be_found(cold, warm, goes_on, steps_before, monkeypatch):
+    """A second Ctrl-C takes effect amid a step, whose blocks were to be found from then on."""
+    prompt, other = words(100, 20 + steps_before), words(100, 20 + steps_before)[:70] + words(9, 3)
+    expected = {name: ask(cold, (ids, greedy(9)))[0] for name, ids in (("one", prompt), ("two", other))}
+    warm.flush_prefix_cache()
+    warm.add_request("one", prompt, greedy(9))
+    warm.add_request("two", other, greedy(9))
+    answers = defaultdict(Answer)
+    for _ in range(steps_before):
+        for delta in warm.step():
+            answers[delta.request_id, delta.index].take(delta)
+
+    def interrupted(output):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm.replica.runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            warm.step()
+    if not goes_on:
+        for name in ("one", "two"):
+            warm.abort_request(name)
+        drain(warm, answers)
+        answers = {(name, 0): ask(warm, (ids, greedy(9)))[0] for name, ids in (("one", prompt), ("two", other))}
+    else:
+        drain(warm, answers)
+    for name, answer in expected.items():
+        assert answers[name, 0].token_ids == answer.token_ids
+    assert warm.stats().kv_cache_usage == 0.0
 
 
 def test_flush_makes_the_next_run_a_cold_one(cold, warm):

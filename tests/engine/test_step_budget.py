@@ -185,21 +185,21 @@ def request(name: str, prompt_len: int) -> Request:
 def test_no_bound_where_nobody_decodes_or_nothing_prefills():
     budget = StepBudget(0.05, 2048)
     idle, streaming = scheduler_with(), scheduler_with(request("a", 500))
-    assert budget.limit(idle, [request("b", 50)], NO_GUESSES) is None, "alone, a prompt may fill the step"
-    assert budget.limit(streaming, [], NO_GUESSES) is None, "nothing to prefill"
-    assert budget.limit(streaming, [request("b", 50)], NO_GUESSES) == FIRST_TOKENS
+    assert budget.limit(streaming, NO_GUESSES) is None, "nothing to prefill"
+    streaming.add(request("b", 50))
+    assert budget.limit(streaming, NO_GUESSES) == FIRST_TOKENS
     assert budget.snapshot().limit_tokens == FIRST_TOKENS
-    assert budget.limit(idle, [], NO_GUESSES) is None and budget.snapshot().limit_tokens is None
+    idle.add(request("b", 50))
+    assert budget.limit(idle, NO_GUESSES) is None, "alone, a prompt may fill the step"
+    assert budget.snapshot().limit_tokens is None
 
 
 def test_guesses_count_as_rows():
     """Rows that verify guesses are paid for out of the bound as well."""
     seeds = [(n, 0, 30e-6 * n) for n in (16, 64, 256, 1024, 2048)]
     scheduler = scheduler_with(*(request(f"d{i}", 10) for i in range(16)))
-    found = [
-        StepBudget(0.02, 2048, seeds).limit(scheduler, [request("b", 5000)], GuessPlan(guesses, 0))
-        for guesses in (0, 7)
-    ]
+    scheduler.add(request("b", 5000))
+    found = [StepBudget(0.02, 2048, seeds).limit(scheduler, GuessPlan(guesses, 0)) for guesses in (0, 7)]
     assert found[0] - found[1] == pytest.approx(16 * 7, abs=12)
 
 
