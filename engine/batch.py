@@ -50,20 +50,58 @@ class ForwardBatch:
             self._made[key] = make()
         return self._made[key]
 
-    def parts(self, max_short: int) -> list[tuple[bool, slice, ForwardBatch]]:
-        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long."""
-        return self.once(("parts", max_short), lambda: list(self._cut(max_short)))
+    def parts(
+        self, max_short: int, most_cut: int = 0, least_context: int = 0
+    ) -> list[tuple[bool, slice, ForwardBatch]]:
+        """(short, tokens, batch) a run of neighbours whose queries are all short (up to max_short) or all long. Up to
+        most_cut queries behind a context of at least least_context are cut into short ones, a run of their own."""
 
-    def _cut(self, max_short: int) -> Iterator[tuple[bool, slice, ForwardBatch]]:
+        def kind(lengths: tuple[int, int]) -> str:
+            query_len, seq_len = lengths
+            if query_len <= max_short:
+                return "short"
+            return "cut" if query_len <= most_cut and seq_len - query_len >= max(least_context, 1) else "long"
+
+        return self.once(("parts", max_short, most_cut, least_context), lambda: list(self._cut(max_short, kind)))
+
+    def _cut(
+        self, max_short: int, kind: Callable[[tuple[int, int]], str]
+    ) -> Iterator[tuple[bool, slice, ForwardBatch]]:
         if self.max_query_len <= max_short:
             yield True, slice(0, self.token_ids_T.shape[0]), self
             return
         first = token = 0
-        for short, run in itertools.groupby(self.query_lens, lambda query_len: query_len <= max_short):
-            query_lens = list(run)
+        for name, run in itertools.groupby(zip(self.query_lens, self.seq_lens, strict=True), kind):
+            query_lens = [query_len for query_len, _ in run]
             tokens = slice(token, token + sum(query_lens))
-            yield short, tokens, self._part(slice(first, first + len(query_lens)), tokens, query_lens)
+            part = self._part(slice(first, first + len(query_lens)), tokens, query_lens)
+            yield name != "long", tokens, part._shortened(max_short) if name == "cut" else part
             first, token = first + len(query_lens), tokens.stop
+
+    def _shortened(self, most: int) -> ForwardBatch:
+        """The same rows as queries of up to `most` tokens: each sequence as several, of which each sees what comes
+        before its own rows."""
+        rows, query_lens, seq_lens = [], [], []
+        for n, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            for start in range(0, query_len, most):
+                count = min(most, query_len - start)
+                rows.append(n)
+                query_lens.append(count)
+                seq_lens.append(seq_len - query_len + start + count)
+        starts = [0, *itertools.accumulate(query_lens)]
+        values = torch.tensor([*rows, *starts, *seq_lens], dtype=torch.int32)
+        if self.block_table_NB.is_cuda:  # from pinned memory, so that the host does not wait
+            values = values.pin_memory().to(self.block_table_NB.device, non_blocking=True)
+        rows_N, query_starts_N1, seq_lens_N = values.split([len(rows), len(starts), len(rows)])
+        return replace(
+            self,
+            block_table_NB=self.block_table_NB.index_select(0, rows_N),
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            query_starts_N1=query_starts_N1,
+            seq_lens_N=seq_lens_N,
+            max_query_len=max(query_lens),
+        )
 
     def _part(self, sequences: slice, tokens: slice, query_lens: list[int]) -> ForwardBatch:
         return replace(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from engine.attention.backend import AttentionBackend
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
@@ -56,7 +57,7 @@ class EngineCore:
                 config.longest_step,
                 config.max_num_batched_tokens,
                 runner.prefill_times,
-                runner.model.backend.max_absorbed_query_len,
+                _most_absorbed(runner.model.backend),
             )
         self._eos_token_ids = files.eos_token_ids
         self._control = control
@@ -310,6 +311,12 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self.failure is not None:
             raise EngineDeadError(self.failure)
+
+
+def _most_absorbed(backend: AttentionBackend) -> int | None:
+    """Tokens of a chunk whose attention reads the cache as it is; None: of any."""
+    most = backend.max_absorbed_query_len
+    return None if most is None else max(most, backend.most_cut_queries)
 
 
 def _words(error: BaseException) -> str:

@@ -38,6 +38,9 @@ _HICCUP = 3.0  # times what was predicted; a second one in a row is none
 _SHORTEST, _LONGEST = 1e-6, 1e3  # seconds of a step that a clock may give
 
 
+_ABSORBED_PAIR = 3.4  # products of a pair in the latent space, 576 + 512, over those of expanded heads, 192 + 128
+
+
 class StepLoad(NamedTuple):
     """tokens: of prompts. rows: of requests that decode, guesses included. pairs: of a prompt token and a token that it
     attends to. kv_tokens: cached tokens that are read as they are, those of requests that decode. expanded: cached
@@ -58,8 +61,9 @@ class StepLoad(NamedTuple):
         tokens, pairs, expanded = 0, 0.0, 0
         for context, count in chunks:
             tokens += count
-            pairs += count * (context + count / 2)
-            if most_absorbed is None or count <= most_absorbed:
+            is_absorbed = most_absorbed is None or count <= most_absorbed
+            pairs += count * (context + count / 2) * (_ABSORBED_PAIR if is_absorbed and most_absorbed else 1.0)
+            if is_absorbed:
                 kv_tokens += context
             else:
                 expanded += context

@@ -25,6 +25,7 @@ _TIMED = (
     (2048, 0),
     (512, 16384),
     (256, 65536),
+    (64, 65536),
 )  # tokens, context; timed at start
 _TIMED_STEPS = 4  # of each
 _SHORT_TOKENS = 16  # of a request that attention takes in the absorbed form

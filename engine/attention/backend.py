@@ -16,12 +16,16 @@ from engine.kernels.kv_layout import LEAST_CAPABILITY
 
 
 class AttentionBackend(Protocol):
-    """is_capturable: `attend` may be captured in a CUDA graph. max_absorbed_query_len: requests with more query tokens
-    go to `prefill`; None sends all to `attend`."""
+    """is_capturable: `attend` may be captured in a CUDA graph. max_absorbed_query_len: `attend` takes so many query
+    tokens of a request; None: any number, and all go there. Requests with more go to `prefill`, or are cut into several
+    for `attend` where a context is cheaper to read than to expand: up to most_cut_queries tokens behind one of at least
+    least_cut_context."""
 
     name: str
     is_capturable: bool
     max_absorbed_query_len: int | None
+    most_cut_queries: int
+    least_cut_context: int
 
     def attend(
         self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, w_v_HVC: torch.Tensor

@@ -14,6 +14,7 @@ class ReferenceAttention:
     name = "reference"
     is_capturable = False
     max_absorbed_query_len: int | None = None
+    most_cut_queries = least_cut_context = 0
 
     def attend(
         self, q_THX: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, scale: float, w_v_HVC: torch.Tensor

@@ -21,6 +21,8 @@ class TritonAttention:
     name = "triton"
     is_capturable = True
     max_absorbed_query_len: int | None = MAX_QUERY_LEN
+    most_cut_queries = 128
+    least_cut_context = 2048
 
     def __init__(self, context_tokens: int = 16384):
         self.context_tokens = context_tokens

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -148,7 +150,11 @@ def _measure(point: Point, engine: Engine) -> None:
     for number in range(args.rounds):
         load = _load(point, engine, number)
         for arm in arms if number % 2 == 0 else reversed(arms):
+            started = time.monotonic()
             sample = engine.sample(arm, load, limits)
+            seconds = time.monotonic() - started
+            progress = f"{point.name}, {arm}, round {number + 1} of {args.rounds}: {seconds:.1f} s"
+            print(progress, file=sys.stderr, flush=True)
             if not any(record.ok for record in sample.records):
                 raise MeasurementError(f"{point.name}, {arm}: no request was answered: {sample.figures}")
             point.samples[arm].append(sample)

@@ -124,7 +124,8 @@ class MLA(nn.Module):
     def _parts(self, batch: ForwardBatch, backend: AttentionBackend) -> Iterable[tuple[bool, slice, ForwardBatch]]:
         if backend.max_absorbed_query_len is None:
             return [(True, slice(None), batch)]
-        return batch.parts(backend.max_absorbed_query_len)
+        cut = backend.most_cut_queries, backend.least_cut_context
+        return batch.parts(backend.max_absorbed_query_len, *cut)
 
     def output(self, out_THV: torch.Tensor) -> torch.Tensor:
         """This rank's heads through their columns of o_proj: a partial over ranks, [T, D] or parts [P, T, D]."""

@@ -212,6 +212,7 @@ class ExpandedToo(ReferenceAttention):
     """Takes chunks of more than three tokens in the expanded form, as kernels do."""
 
     max_absorbed_query_len = 3
+    most_cut_queries, least_cut_context = 20, 30
 
 
 @pytest.mark.parametrize("most_query_rows", [0, 64])
