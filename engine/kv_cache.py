@@ -159,6 +159,8 @@ class KVCacheManager:
         request.block_ids, request.num_named_blocks = [], 0
 
     def flush(self) -> None:
-        """Nothing computed so far is found any more. What requests hold stays theirs."""
+        """Nothing computed so far is found any more, nor what those that are here go on to compute by those that come.
+        What requests hold stays theirs."""
         self.pool.forget_all()
         self.host.clear()
+        self._digests.flush()

@@ -141,6 +141,21 @@ def test_flush_forgets_everything_but_what_requests_hold():
     assert tried.scheduler.kv_cache.hit_tokens == 0 and len(tried.finished) == 2
 
 
+def test_after_a_flush_a_request_that_runs_on_fills_blocks_for_itself_alone():
+    """Else who computes the beginning anew would go on from blocks that were begun before the flush."""
+    tried = world(budget=16)
+    tried.add("a", 40, 4, shared=40)
+    tried.step()
+    tried.flush()
+    tried.drain()
+    tried.add("b", 40, 1, shared=40)
+    tried.drain()
+    assert tried.scheduler.kv_cache.hit_tokens == 0
+    tried.add("c", 40, 1, shared=40)
+    tried.drain()
+    assert tried.scheduler.kv_cache.hit_tokens == 36
+
+
 def test_eviction_in_mid_flight_takes_no_block_that_is_in_use():
     """The prefix that a running request found is named, and still not given to those that need room."""
     tried = world(blocks=12, budget=8, seqs=3)
