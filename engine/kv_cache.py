@@ -68,7 +68,8 @@ class KVCacheManager:
         request.block_ids = found + self.pool.take(missing)
         self._restore(request, len(found), slots)
         request.num_named_blocks = len(found) + len(slots)
-        self.query_tokens += self._counts(request) * request.num_tokens
+        if self._counts(request) and self._may_find(request):
+            self.query_tokens += request.num_tokens
         self._skip(request, request.num_named_blocks * self.block_size)
         return True
 

@@ -108,6 +108,8 @@ def test_salt_keeps_tenants_apart_and_prompt_logprobs_take_all_rows(salts, logpr
         tried.add(f"r{index}", 14, 2, shared=14, cache_salt=salt, prompt_logprobs=logprobs)
         tried.drain()
     assert tried.scheduler.kv_cache.hit_tokens == found
+    looked_for = 0 if logprobs is not None else 2 * 14
+    assert tried.scheduler.kv_cache.query_tokens == looked_for
 
 
 def test_the_block_used_longest_ago_goes_first_and_a_chain_from_its_end():
