@@ -60,18 +60,28 @@ class KVCacheManager:
         """Room for all tokens of a request that has no blocks, which then counts as computed what was found; False, and
         nothing taken, if blocks run out."""
         found = self._find(request)
-        missing = -(-request.num_tokens // self.block_size) - len(found)
-        if missing > self.pool.num_free - sum(map(self.pool.is_idle, found)):
+        if not self._fits(request, found):
             return False
         self.pool.hold(found)
         slots = self._find_on_host(request, len(found))  # before others' blocks push their content out
-        request.block_ids = found + self.pool.take(missing)
+        request.block_ids = found + self.pool.take(self._num_blocks(request) - len(found))
         self._restore(request, len(found), slots)
         request.num_named_blocks = len(found) + len(slots)
         if self._counts(request) and self._may_find(request):
             self.query_tokens += request.num_tokens
         self._skip(request, request.num_named_blocks * self.block_size)
         return True
+
+    def has_room(self, request: Request) -> bool:
+        """Whether `admit` would find room now."""
+        return self._fits(request, self._find(request))
+
+    def _num_blocks(self, request: Request) -> int:
+        return -(-request.num_tokens // self.block_size)
+
+    def _fits(self, request: Request, found: list[int]) -> bool:
+        missing = self._num_blocks(request) - len(found)
+        return missing <= self.pool.num_free - sum(map(self.pool.is_idle, found))
 
     def _find_on_host(self, request: Request, first: int) -> list[int]:
         """Slots of what comes after the first blocks."""
