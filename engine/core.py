@@ -170,6 +170,7 @@ class EngineCore:
             self._fail(str(error) if isinstance(error, EngineDeadError) else _words(error))
             raise EngineDeadError(self._failure) from error
         except BaseException:
+            self._ended = deltas  # of which nobody has heard
             if self._control is not None:
                 self._fail("a step was interrupted, so the ranks no longer agree; start a new engine.")
             raise

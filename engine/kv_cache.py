@@ -61,11 +61,11 @@ class KVCacheManager:
         nothing taken, if blocks run out, or if more than `most_restored` blocks have to come from the host: so many of
         them come then, for it to find in the next step."""
         found = self._find(request)
-        missing = -(-request.num_tokens // self.block_size) - len(found)
-        if missing > self.pool.num_free - sum(map(self.pool.is_idle, found)):
+        if not self._fits(request, found):
             return False
         self.pool.hold(found)
         slots = self._find_on_host(request, len(found))  # before others' blocks push their content out
+        missing = self._num_blocks(request) - len(found)
         is_part = most_restored is not None and len(slots) > most_restored
         if is_part:
             slots, missing = slots[:most_restored], most_restored
@@ -76,9 +76,21 @@ class KVCacheManager:
             return False
         request.block_ids = blocks
         request.num_named_blocks = len(found) + len(slots)
-        self.query_tokens += self._counts(request) * request.num_tokens
+        if self._counts(request) and self._may_find(request):
+            self.query_tokens += request.num_tokens
         self._skip(request, request.num_named_blocks * self.block_size)
         return True
+
+    def has_room(self, request: Request) -> bool:
+        """Whether `admit` would find room now."""
+        return self._fits(request, self._find(request))
+
+    def _num_blocks(self, request: Request) -> int:
+        return -(-request.num_tokens // self.block_size)
+
+    def _fits(self, request: Request, found: list[int]) -> bool:
+        missing = self._num_blocks(request) - len(found)
+        return missing <= self.pool.num_free - sum(map(self.pool.is_idle, found))
 
     def _find_on_host(self, request: Request, first: int) -> list[int]:
         """Slots of what comes after the first blocks."""
@@ -167,6 +179,8 @@ class KVCacheManager:
         request.block_ids, request.num_named_blocks = [], 0
 
     def flush(self) -> None:
-        """Nothing computed so far is found any more. What requests hold stays theirs."""
+        """Nothing computed so far is found any more, nor what those that are here go on to compute by those that come.
+        What requests hold stays theirs."""
         self.pool.forget_all()
         self.host.clear()
+        self._digests.flush()

@@ -70,6 +70,8 @@ class Replica:
         self._was_interrupted = False
         try:
             output = self._launch(plan, prefill_limit)
+        except Exception:
+            raise  # after which there is no step
         except BaseException:
             self._was_interrupted = True
             self.scheduler.start_over()

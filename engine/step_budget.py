@@ -110,12 +110,15 @@ class StepBudget:
 
     def _arriving(self, scheduler: Scheduler, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Those that the scheduler may admit now. How much of them it finds computed shows only then: all of it, to be
-        on the safe side, so that their chunk of this one step may be smaller than it need be."""
+        on the safe side, so that their chunk of this one step may be smaller than it need be. One that must wait for
+        blocks may wait for long, so it counts for nothing, and neither do those behind it."""
         found: list[Prompt] = []
         wanted = sum(prompt.remaining for prompt in prompts)
         for request in scheduler.waiting[:MANY_PREFILLS]:
             enough = wanted >= self._max_num_batched_tokens and len(prompts) + len(found) >= MANY_PREFILLS
             if enough or len(scheduler.running) + len(found) >= scheduler.max_num_seqs:
+                break
+            if not scheduler.kv_cache.has_room(request):
                 break
             wanted += request.num_tokens
             context = request.num_tokens if scheduler.kv_cache.enable_prefix_caching else 0

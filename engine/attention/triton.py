@@ -21,7 +21,7 @@ class TritonAttention:
     name = "triton"
     is_capturable = True
     max_absorbed_query_len: int | None = MAX_QUERY_LEN
-    most_cut_queries = 128
+    most_cut_queries = 256
     least_cut_context = 2048
 
     def __init__(self, context_tokens: int = 16384):

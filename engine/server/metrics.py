@@ -58,7 +58,7 @@ def _snapshot(core: Any) -> tuple[EngineStats, ExpertLoad | None]:
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Answers being generated.", stats.num_running)
-    yield _gauge("num_requests_waiting", "Answers waiting for their first step.", stats.num_waiting)
+    yield _gauge("num_requests_waiting", "Answers waiting for room to begin, or to go on.", stats.num_waiting)
     yield _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks that requests hold.", stats.kv_cache_usage)
     yield _by_reason("request_finished", "Answers that ended; a request with n > 1 has n of them.", stats.num_finished)
 

@@ -108,6 +108,8 @@ def test_salt_keeps_tenants_apart_and_prompt_logprobs_take_all_rows(salts, logpr
         tried.add(f"r{index}", 14, 2, shared=14, cache_salt=salt, prompt_logprobs=logprobs)
         tried.drain()
     assert tried.scheduler.kv_cache.hit_tokens == found
+    looked_for = 0 if logprobs is not None else 2 * 14
+    assert tried.scheduler.kv_cache.query_tokens == looked_for
 
 
 def test_the_block_used_longest_ago_goes_first_and_a_chain_from_its_end():
@@ -139,6 +141,21 @@ def test_flush_forgets_everything_but_what_requests_hold():
     tried.flush()
     tried.drain()
     assert tried.scheduler.kv_cache.hit_tokens == 0 and len(tried.finished) == 2
+
+
+def test_after_a_flush_a_request_that_runs_on_fills_blocks_for_itself_alone():
+    """Else who computes the beginning anew would go on from blocks that were begun before the flush."""
+    tried = world(budget=16)
+    tried.add("a", 40, 4, shared=40)
+    tried.step()
+    tried.flush()
+    tried.drain()
+    tried.add("b", 40, 1, shared=40)
+    tried.drain()
+    assert tried.scheduler.kv_cache.hit_tokens == 0
+    tried.add("c", 40, 1, shared=40)
+    tried.drain()
+    assert tried.scheduler.kv_cache.hit_tokens == 36
 
 
 def test_eviction_in_mid_flight_takes_no_block_that_is_in_use():

@@ -137,6 +137,26 @@ def test_many_prompts_at_once():
     assert sum(step.load.tokens for step in steps) >= 63_000
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_prompt_that_waits_for_blocks_slows_nobody(caching):
+    """The first in line does not fit beside those that run; it is not planned for until it does."""
+    rates = []
+    for waits in (False, True):
+        world = World(Machine(expanding, noise=0.02), caching=caching, most_absorbed=16)
+        world.scheduler.kv_cache = KVCacheManager(1200, 64, caching)
+        world.stream(4, context=1)
+        running = world.add("runs", 30_000, 2)
+        if waits:
+            world.add("waits", 60_000, 2).prompt_token_ids[:] = [2] * 60_000
+        first = len(world.steps)
+        while not running.output_token_ids:
+            world.step()
+        steps = beside(world.steps[first:])
+        assert p99(steps) <= 1.2 * world.budget.seconds
+        rates.append(rate(steps))
+    assert world.scheduler.waiting and rates[1] >= 0.9 * rates[0]
+
+
 def test_slow_hours_end():
     """Twice the cost for a while: within few steps chunks fit again, and then they are as long as before."""
     machine = Machine(sparse, noise=0.02)
