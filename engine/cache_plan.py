@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +123,16 @@ def check_weights(weights: int, total: int) -> None:
 
 
 def num_host_blocks(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
-    """Blocks that each rank keeps on the host. Raises ConfigError where not even one has room there."""
+    """Blocks that each rank keeps on the host. Raises ConfigError where not even one has room there, or where the host
+    has not so much memory."""
     if not config.kv_offload_gb:
         return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.kv_offload_gb * GIB > memory:
+        raise ConfigError(
+            f"kv_offload_gb={config.kv_offload_gb} is more than the {_gib(memory)} GiB of memory that the host has; "
+            "lower it."
+        )
     size = block_bytes(config, files, model, drafter)
     count = int(config.kv_offload_gb * GIB) // size
     if not count:

@@ -153,6 +153,19 @@ def test_what_outlasts_the_drain_ends_with_an_error(small, tmp_path):
         assert "Traceback" not in program.output, program.output
 
 
+def test_a_body_that_never_comes_does_not_hold_up_the_end(small, tmp_path):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
+    with serving(PYTHON, tmp_path, "--model", small, "--drain-timeout", "60") as (program, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
+            slow.sendall(head + b'{"prom')
+            until(lambda: httpx.get(f"http://127.0.0.1:{port}/load").status_code == 200, 20, "it answers others")
+            program.signal(signal.SIGTERM)
+            answer = slow.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 503") and b'"draining"' in answer, answer
+        assert program.ends() == 0, program.output
+        assert "Traceback" not in program.output, program.output
+
+
 @pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
 def test_a_second_signal_ends_a_running_stream_at_once(small, tmp_path, launcher):
     with serving(launcher, tmp_path, "--model", small, *TWO_RANKS) as (program, port):

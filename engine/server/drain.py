@@ -19,6 +19,7 @@ from engine.server.errors import ApiError
 PROBE = "/health"
 STILL_ANSWERED = ("/metrics", "/load", "/version")
 SETTLE_SECONDS = 1.5  # for answers cut short to reach their clients
+BODY_SECONDS = 1.0  # that a call whose body is not all there has, once the server drains
 _TICK_SECONDS = 0.05
 
 
@@ -76,6 +77,34 @@ class DrainMiddleware:
             return
         drain.num_calls += 1
         try:
-            await self._app(scope, receive, send_and_close)
+            await self._app(scope, _Body(receive, drain, scope["path"]), send_and_close)
         finally:
             drain.num_calls -= 1
+
+
+class _Body:
+    """`receive` of one call. A call is accepted once its body is whole: one that is slow to come does not hold up the
+    end. Raises the refusal then, as the route would for any other fault of the body."""
+
+    def __init__(self, receive: Receive, drain: Drain, path: str):
+        self._receive, self._drain, self._path = receive, drain, path
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        message = await self._next()
+        self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+    async def _next(self) -> Message:
+        coming = asyncio.ensure_future(self._receive())
+        try:
+            draining = 0.0
+            while not (await asyncio.wait({coming}, timeout=_TICK_SECONDS))[0]:
+                draining += _TICK_SECONDS if self._drain.is_on else 0.0
+                if draining > BODY_SECONDS:
+                    raise self._drain.refusal(self._path)
+            return coming.result()
+        finally:
+            coming.cancel()
