@@ -239,7 +239,7 @@ class EngineCore:
             comm_bytes=dict(meter.bytes),
             comm_seconds=dict(meter.seconds),
             comm_choice=runner.comm_choice(),
-            num_host_blocks=len(kv_cache.host) if kv_cache.host.num_slots else None,
+            num_host_blocks=len(kv_cache.host),
             num_restored_blocks=kv_cache.host.num_restored,
             speculation=None if self._speculation is None else self._speculation.snapshot(),
             step_budget=None if self._step_budget is None else self._step_budget.snapshot(),

@@ -147,7 +147,7 @@ class EngineStats:
 
     kv_cache_blocks: blocks that are "free", "cached" (no request holds them, but one may find them) and "held", which
     are all there are. num_query_tokens: prompt tokens looked for in the prefix cache, num_hit_tokens: those found.
-    num_host_blocks: cold blocks on the host, None without offload; num_restored_blocks: those brought back so far.
+    num_host_blocks: cold blocks on the host of a rank; num_restored_blocks: those brought back so far.
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
     `DispatcherChoice.report` gives it. speculation: None without a draft. step_budget: None without a bound on steps.
@@ -174,7 +174,7 @@ class EngineStats:
     comm_bytes: Mapping[str, int]
     comm_seconds: Mapping[str, float]
     comm_choice: Mapping[str, Mapping]
-    num_host_blocks: int | None = None
-    num_restored_blocks: int = 0
     speculation: SpeculationSnapshot | None = None
     step_budget: StepBudgetSnapshot | None = None
+    num_host_blocks: int = 0
+    num_restored_blocks: int = 0

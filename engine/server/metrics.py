@@ -75,9 +75,8 @@ def _kv_cache(stats: EngineStats) -> Iterator[Metric]:
     looked_for = "Prompt tokens looked for in the prefix cache, once for each of a request's n answers."
     yield _counter("prefix_cache_query_tokens", looked_for, stats.num_query_tokens)
     yield _counter("prefix_cache_hit_tokens", "Prompt tokens found there.", stats.num_hit_tokens)
-    if stats.num_host_blocks is not None:
-        yield _gauge("kv_offload_blocks", "Cold blocks that the host's memory keeps on a rank.", stats.num_host_blocks)
-        yield _counter("kv_offload_restored_blocks", "Blocks brought back from there.", stats.num_restored_blocks)
+    yield _gauge("kv_offload_blocks", "Cold blocks that the host's memory keeps on a rank.", stats.num_host_blocks)
+    yield _counter("kv_offload_restored_blocks", "Blocks brought back from there.", stats.num_restored_blocks)
 
 
 def _work(stats: EngineStats) -> Iterator[Metric]:
