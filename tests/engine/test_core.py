@@ -379,23 +379,6 @@ def test_an_interrupted_step_can_be_repeated_alone_but_not_with_other_ranks(chec
             core.step()
 
 
-def test_an_end_that_an_interrupted_step_was_to_tell_is_told_by_the_next(checkpoint, monkeypatch):
-    core = build(checkpoint, 20)
-    for name in ("stays", "ends"):
-        core.add_request(name, prompt_of(5), greedy(5))
-    core.step()
-    core.abort_request("ends")
-
-    def interrupted(output):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(core.replica.runner, "execute", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            core.step()
-    assert drain(core)["ends", 0].end == ("abort", None)
-
-
 def test_stats_count(checkpoint):
     core = build(checkpoint, 20, max_num_seqs=2)
     for i in range(3):

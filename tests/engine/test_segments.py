@@ -137,15 +137,15 @@ def replayed(request, checkpoint) -> EngineCore:
     return core
 
 
-def same(plain: EngineCore, replayed: EngineCore, requests: list) -> None:
-    """Tokens, ends and logprobs; and some step was replayed."""
+def same(plain: EngineCore, replayed: EngineCore, requests: list) -> bool:
+    """Tokens, ends and logprobs; returns whether some step was replayed."""
     before = sum(graph.num_replays for graph in replayed.recorder.graphs)
     for one, other in zip(ask(plain, *requests), ask(replayed, *requests), strict=True):
         assert (one.token_ids, one.end) == (other.token_ids, other.end)
         assert [list(row or ()) for row in one.logprobs] == [list(row or ()) for row in other.logprobs]
         scored = [[list(row or ()) for row in answer.prompt_logprobs or ()] for answer in (one, other)]
         assert scored[0] == scored[1]
-    assert sum(graph.num_replays for graph in replayed.recorder.graphs) > before
+    return sum(graph.num_replays for graph in replayed.recorder.graphs) > before
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -158,7 +158,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 95, 96, 190])
 def test_a_prompt_of_any_length_gives_the_same_tokens(plain, replayed, length):
     company = [(prompt_of(3), GREEDY)] if length < 64 else []
-    same(plain, replayed, [(prompt_of(length), GREEDY), *company])
+    assert same(plain, replayed, [(prompt_of(length), GREEDY), *company])
 
 
 def test_a_step_beyond_every_size_runs_at_once(plain, replayed):
@@ -178,18 +178,18 @@ def test_mixed_steps_give_the_same_tokens(plain, replayed, count):
             temperature=rng.choice([0.0, 0.8]), seed=i, max_tokens=rng.randint(2, 8), **kinds[i % len(kinds)]
         )
         requests.append((prompt_of(rng.choice([1, 2, 20, 63, 65, 130]), i), params))
-    same(plain, replayed, requests)
+    assert same(plain, replayed, requests)
 
 
 def test_a_cached_prefix_gives_the_same_tokens(plain, replayed):
     for tail in (1, 7, 40):
-        same(plain, replayed, [(prompt_of(192) + prompt_of(tail, 1), GREEDY)])
+        assert same(plain, replayed, [(prompt_of(192) + prompt_of(tail, 1), GREEDY)])
     assert replayed.stats().kv_cache_usage == 0.0
 
 
 def test_experts_are_counted_without_padding(plain, replayed):
     before = [core.replica.runner.expert_counts().sum().item() for core in (plain, replayed)]
-    same(plain, replayed, [(prompt_of(21), SamplingParams(temperature=0.0, max_tokens=1))])
+    assert same(plain, replayed, [(prompt_of(21), SamplingParams(temperature=0.0, max_tokens=1))])
     after = [core.replica.runner.expert_counts().sum().item() for core in (plain, replayed)]
     assert after[0] - before[0] == after[1] - before[1] > 0
 
@@ -223,7 +223,9 @@ def test_both_forms_of_queries_give_the_same_tokens(checkpoint, monkeypatch, mos
     for core in cores:
         core.replica.runner.model.backend = ExpandedToo()
     cores[1].recorder = record_segments(cores[1].replica.runner, SIZES)
-    same(*cores, [(prompt_of(n), SamplingParams(temperature=0.0, max_tokens=n % 7 + 2)) for n in (2, 30, 70, 150)])
+    assert same(
+        *cores, [(prompt_of(n), SamplingParams(temperature=0.0, max_tokens=n % 7 + 2)) for n in (2, 30, 70, 150)]
+    )
 
 
 def one_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
