@@ -166,6 +166,7 @@ def test_prompt_logprobs_come_once_for_n_answers(roomy):
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
 def test_chunked_prompts_end_in_the_same_logits(roomy, tight, length):
+    """B122."""
     one, other = (ask(core, (prompt_of(length), greedy(2, logprobs=20)))[0] for core in (roomy, tight))
     for ours, theirs in zip(other.logprobs, one.logprobs, strict=True):
         assert list(ours) == list(theirs)
@@ -298,6 +299,7 @@ def test_arrays_of_ids_become_plain_integers(roomy, kind):
 
 
 def test_a_request_that_never_fits_is_refused_and_ten_small_ones_finish(tight):
+    """B110."""
     assert tight.max_model_len == 19 * BLOCK
     with pytest.raises(InvalidRequestError) as caught:
         tight.add_request("big", prompt_of(tight.max_model_len), greedy(1))
@@ -307,12 +309,14 @@ def test_a_request_that_never_fits_is_refused_and_ten_small_ones_finish(tight):
 
 
 def test_an_output_that_outgrows_the_pool_ends_at_its_length(tight):
+    """B114."""
     for length in (1, 100, tight.max_model_len - 1):
         answer = ask(tight, (prompt_of(length), greedy(None)))[0]
         assert len(answer.token_ids) == tight.max_model_len - length and answer.end == ("length", None)
 
 
 def test_one_short_prompt_with_a_long_answer_then_the_whole_pool(checkpoint, roomy):
+    """B116."""
     core = build(checkpoint, 32, max_num_seqs=4, max_num_batched_tokens=4)
     cold = ask(roomy, (prompt_of(3), greedy(200)))[0].token_ids
     assert ask(core, (prompt_of(3), greedy(200)))[0].token_ids == cold

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -196,6 +198,23 @@ def test_abort_while_waiting_prefilling_decoding_and_preempted(others):
         world.end(state)
         assert world.scheduler.get(state) is None
     world.drain()
+
+
+def test_arrivals_at_twice_what_can_be_served():
+    """B113: a pool that is always full, some requests pushed out again and again; answers keep ending, and all do."""
+    rng = random.Random(0)
+    world = ScheduledWorld(num_blocks=12, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
+    last_end = 0
+    for step in range(250):
+        if rng.random() < 0.7:
+            world.add(f"r{step}", rng.randint(1, 24), rng.randint(1, 16), shared=rng.choice([0, 8]))
+        ended = len(world.finished)
+        world.step(GuessPlan(2, 2), ahead=True)
+        last_end = step if len(world.finished) > ended else last_end
+        assert step - last_end < 40
+    assert len(world.scheduler.waiting) > len(world.arrivals) / 3 and world.scheduler.num_preemptions > 10
+    world.drain(GuessPlan(2, 2), ahead=True)
+    assert len(world.finished) == len(world.arrivals)
 
 
 def test_abort_of_a_preempted_request():
