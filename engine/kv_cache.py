@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from engine.block_pool import BlockPool
 from engine.host_cache import HostCache
 from engine.prefix_cache import BlockDigests
@@ -94,10 +96,7 @@ class KVCacheManager:
 
     def _find_on_host(self, request: Request, first: int) -> list[int]:
         """Slots of what comes after the first blocks."""
-        if not self.host.num_slots or not self._may_find(request):
-            return []
-        num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
-        return self.host.find(self._digests.of(request, num_full)[first:num_full])
+        return self.host.find(self._wanted(request, first)) if self.host.num_slots else []
 
     def _restore(self, request: Request, blocks: list[int], first: int, slots: list[int]) -> None:
         """What is brought back can be found at once, since it is there before the next step computes."""
@@ -105,30 +104,24 @@ class KVCacheManager:
             self.host.restore(slot, block)
             self.pool.name(block, digest)
 
-    def _find(self, request: Request) -> list[int]:
-        """The blocks of the longest beginning that is there. One token at least is left to compute."""
-        found = []
-        if self._may_find(request):
-            num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
-            for digest in self._digests.of(request, num_full)[:num_full]:
-                block = self.pool.find(digest)
-                if block is None:
-                    break
-                found.append(block)
-        return found
+    def _find(self, request: Request, first: int = 0) -> list[int]:
+        """The blocks that are there of what continues its first blocks, up to one that is not."""
+        found = map(self.pool.find, self._wanted(request, first))
+        return list(itertools.takewhile(lambda block: block is not None, found))
+
+    def _wanted(self, request: Request, first: int) -> list[bytes]:
+        """What it may take over behind its first blocks. One token at least is left to compute."""
+        if not self._may_find(request):
+            return []
+        num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
+        return self._digests.of(request, num_full)[first:num_full]
 
     def catch_up(self, request: Request) -> None:
         """A request amid its prompt takes over what others have computed of it meanwhile."""
         first = request.num_computed_tokens // self.block_size
-        if request.num_computed_tokens % self.block_size or not self._may_find(request):
+        if request.num_computed_tokens % self.block_size:
             return
-        num_full = min((request.num_tokens - 1) // self.block_size, self._num_known(request))
-        found = []
-        for digest in self._digests.of(request, num_full)[first:num_full]:
-            block = self.pool.find(digest)
-            if block is None:
-                break
-            found.append(block)
+        found = self._find(request, first)
         if found:
             stop = first + len(found)
             self.pool.hold(found)

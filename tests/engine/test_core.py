@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import engine.cache_plan
-import engine.model_runner
-import engine.rehearsal
-import engine.replica
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.request import EngineDeadError, InvalidRequestError, SamplingParams
 from tests.answers import Answer, ask, drain
+from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint
 
 BLOCK = 8
@@ -30,10 +27,7 @@ EOS = 256 + SMALL.num_merges + 1
 def small_blocks():
     """Blocks of 8 tokens, so that short requests cross many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.cache_plan, "BLOCK_SIZE", BLOCK)
-        patch.setattr(engine.replica, "BLOCK_SIZE", BLOCK)
-        patch.setattr(engine.model_runner, "BLOCK_SIZE", BLOCK)
-        patch.setattr(engine.rehearsal, "BLOCK_SIZE", BLOCK)
+        set_block_size(patch, BLOCK)
         yield
 
 

@@ -7,14 +7,11 @@ import random
 import pytest
 import torch
 
-import engine.cache_plan
-import engine.model_runner
-import engine.rehearsal
-import engine.replica
 from engine.core import EngineCore
 from engine.kernels import kv_layout
 from engine.request import SamplingParams
 from tests.answers import ask
+from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
 from tests.scripted_drafts import build, build_real, sometimes, teach
@@ -29,8 +26,7 @@ PLAIN_ROW_BYTES = 4 * (SMALL.kv_lora_rank + SMALL.qk_rope_head_dim)
 def small_blocks():
     """Blocks of 8 tokens, so that short requests cross many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine.cache_plan, engine.model_runner, engine.rehearsal, engine.replica):
-            patch.setattr(module, "BLOCK_SIZE", BLOCK)
+        set_block_size(patch, BLOCK)
         yield
 
 

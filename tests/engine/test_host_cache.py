@@ -7,10 +7,6 @@ import random
 import pytest
 import torch
 
-import engine.cache_plan
-import engine.model_runner
-import engine.rehearsal
-import engine.replica
 import engine.scheduler
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
@@ -20,6 +16,7 @@ from engine.launch import start_engine
 from engine.request import SamplingParams
 from engine.scheduler import GuessPlan
 from tests.answers import ask
+from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
 from tests.scheduler_model import ScheduledWorld
@@ -219,8 +216,7 @@ def test_saves_come_before_restores():
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine.cache_plan, engine.model_runner, engine.rehearsal, engine.replica):
-            patch.setattr(module, "BLOCK_SIZE", BLOCK)
+        set_block_size(patch, BLOCK)
         yield
 
 

@@ -6,15 +6,12 @@ from collections import defaultdict
 
 import pytest
 
-import engine.cache_plan
-import engine.model_runner
-import engine.rehearsal
-import engine.replica
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.request import SamplingParams
 from tests.answers import Answer, ask, drain
+from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
 from tests.scripted_drafts import build_real
@@ -34,8 +31,7 @@ def words(length: int, seed: int = 0) -> list[int]:
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine.cache_plan, engine.model_runner, engine.rehearsal, engine.replica):
-            patch.setattr(module, "BLOCK_SIZE", BLOCK)
+        set_block_size(patch, BLOCK)
         yield
 
 

@@ -10,16 +10,13 @@ import random
 
 import pytest
 
-import engine.cache_plan
-import engine.model_runner
-import engine.rehearsal
-import engine.replica
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
 from engine.scheduler import GuessPlan
 from engine.verify import NO_GUESS
 from tests.answers import Answer, ask, drain
+from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
 from tests.rank_cores import build_core, run_ranks
@@ -47,8 +44,7 @@ KINDS = ["eager", "ahead"]
 def small_blocks():
     """Blocks of 8 tokens, so that short requests and their guesses cross many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine.cache_plan, engine.model_runner, engine.rehearsal, engine.replica):
-            patch.setattr(module, "BLOCK_SIZE", BLOCK)
+        set_block_size(patch, BLOCK)
         yield
 
 
