@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from engine import log
 from engine.collector import spare_the_engine
 from engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
+from engine.errors import EngineDeadError
 from engine.json_files import parse_json
-from engine.request import EngineDeadError
 from engine.weights import CheckpointError
 
 if TYPE_CHECKING:

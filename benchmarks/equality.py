@@ -33,7 +33,7 @@ from engine.config import KV_CACHE_DTYPES, TINY_CHECKPOINT, EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.drafts import write_draft
 from tests.scripted_drafts import build, right, wrong
 

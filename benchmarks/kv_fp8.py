@@ -33,7 +33,8 @@ from engine.config import TINY_CHECKPOINT, EngineConfig
 from engine.core import EngineCore
 from engine.kernels import kv_layout, reference
 from engine.launch import start_engine
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from tests.answers import ask
 from tests.mla_cases import DecodeCase, decode_case, expected_decode, relative_error

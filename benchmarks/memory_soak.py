@@ -34,7 +34,8 @@ from engine.cache_plan import BLOCK_SIZE, GIB, EngineLimits
 from engine.config import DEVICES, FULL_CONFIG, KV_CACHE_DTYPES, EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
-from engine.request import MAX_LOGPROBS, CompletionDelta, SamplingParams
+from engine.request import CompletionDelta
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MOST_WAITING = 200
 ARRIVALS_A_SECOND = 2.0

@@ -14,7 +14,7 @@ def __getattr__(name: str):
 
         return LLM
     if name == "SamplingParams":
-        from engine.request import SamplingParams
+        from engine.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from engine.errors import EngineDeadError
 from engine.log import logger
-from engine.request import EngineDeadError
 
 _LAST_WORDS_SECONDS = 1.0
 _ABORT_SECONDS = 1.5

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from engine.config import ConfigError, EngineConfig
-from engine.request import EngineDeadError
+from engine.errors import EngineDeadError
 from engine.version import __version__
 
 _FACTS_KEY = "turnout/facts"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
-from engine.request import InvalidRequestError
+from engine.errors import InvalidRequestError
 from engine.tokenizer import check_encodable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -18,8 +18,8 @@ from jinja2 import meta
 
 from engine.chat_messages import ROLES, prepare_messages, prepare_tools
 from engine.config import ConfigError
+from engine.errors import InvalidRequestError
 from engine.json_files import read_json, read_text
-from engine.request import InvalidRequestError
 from engine.template_sandbox import TemplateEnvironment, TemplateRefusal
 from engine.tokenizer import Tokenizer
 

@@ -17,12 +17,14 @@ from engine.attention.backend import AttentionBackend
 from engine.comm.control import ControlServer
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.expert_load import ExpertLoad
 from engine.model_files import SAMPLING_DEFAULTS, ModelFiles
 from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.replica import Replica
-from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, Request, SamplingParams
+from engine.request import CompletionDelta, Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.speculation import Speculation
 from engine.stats import EngineStats

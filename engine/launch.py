@@ -30,12 +30,12 @@ from engine.comm.parallel_state import ParallelState
 from engine.comm.step_watch import Patience
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
+from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.model_files import ModelFiles
 from engine.model_loading import check_model
 from engine.model_runner import ModelRunner
 from engine.replica import Replica
-from engine.request import EngineDeadError
 from engine.tokenizer import Tokenizer
 
 _CONFIG_KEY = "turnout/config"

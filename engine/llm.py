@@ -14,19 +14,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from engine.config import ConfigError, EngineConfig
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.expert_load import ExpertLoad
 from engine.launch import Follower, start_engine
 from engine.request import (
     CompletionDelta,
     CompletionOutput,
-    EngineDeadError,
-    InvalidRequestError,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
     completion_delta_from_dict,
     request_output_from_dict,
 )
+from engine.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 

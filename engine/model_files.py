@@ -11,9 +11,10 @@ import draft
 import models
 from engine.chat_template import ChatTemplate
 from engine.config import BUNDLED_DRAFTS, FULL_CONFIG, TINY_CHECKPOINT, ConfigError, EngineConfig
+from engine.errors import InvalidRequestError
 from engine.json_files import read_json, token_ids
 from engine.log import logger
-from engine.request import InvalidRequestError, SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")

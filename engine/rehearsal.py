@@ -15,7 +15,8 @@ from engine.cache_plan import BLOCK_SIZE
 from engine.chunk_step import SIZES, ChunkStep, run_pieces
 from engine.comm.collectives import agree_on_minimum
 from engine.log import logger
-from engine.request import MAX_LOGPROBS, Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
 _SOME_TOKENS = 128  # more than a decode step has, less than a long prompt

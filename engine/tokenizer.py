@@ -18,8 +18,8 @@ from typing import Any
 import tiktoken
 
 from engine.config import ConfigError
+from engine.errors import InvalidRequestError
 from engine.json_files import read_json, read_text
-from engine.request import InvalidRequestError
 
 NUM_SPECIAL_TOKENS = 256
 # Ids of Kimi's named control tokens, counted from the first id after the ranks.

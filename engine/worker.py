@@ -10,7 +10,7 @@ import threading
 
 from engine import log
 from engine.collector import spare_the_engine
-from engine.request import EngineDeadError
+from engine.errors import EngineDeadError
 
 _GRACE_SECONDS = 1.0
 

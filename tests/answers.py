@@ -6,7 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from engine.core import EngineCore
-from engine.request import CompletionDelta, RequestMetrics, SamplingParams
+from engine.request import CompletionDelta, RequestMetrics
+from engine.sampling_params import SamplingParams
 
 
 @dataclass

@@ -9,7 +9,8 @@ import torch
 
 from engine import sampling
 from engine.kernels.gpu import sample
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 EDGES = [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 4, "top_p": 0.6}]

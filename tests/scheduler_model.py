@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from engine.kv_cache import KVCacheManager
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, Scheduler, SchedulerOutput
 from tests.simulated_device import SimulatedDevice, Told
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from engine.kv_cache import KVCacheManager
 from engine.prefill_costs import StepLoad
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import NO_GUESSES, Scheduler, SchedulerOutput
 from engine.step_budget import StepBudget, load_of
 

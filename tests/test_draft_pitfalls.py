@@ -20,7 +20,7 @@ from engine.config import TINY_CHECKPOINT
 from engine.core import EngineCore
 from engine.kernels.reference_kernels import ReferenceKernels
 from engine.layers.embedding import LMHead
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core import EngineCore
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft

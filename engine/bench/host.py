@@ -25,7 +25,7 @@ from engine.core import EngineCore
 from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
 from engine.input_batch import SampledTokens
 from engine.model_files import ModelFiles
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduler import SchedulerOutput
 from engine.step_output import ModelRunnerOutput, ReadBuffers
 

@@ -9,7 +9,8 @@ from engine.bench import traces
 from engine.bench.serve_arms import ClientProcess, http_server
 from engine.bench.serve_load import Load
 from engine.bench.serve_stats import percentile
-from engine.request import CompletionDelta, RequestMetrics, SamplingParams
+from engine.request import CompletionDelta, RequestMetrics
+from engine.sampling_params import SamplingParams
 
 _TOKENS = 200
 _WORD, _WORD_ID = " word", 300

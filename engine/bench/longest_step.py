@@ -22,7 +22,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 
 GOAL = 1.2  # p99 between tokens over the bound
 _LEAD = 16  # tokens of each stream before anything is measured

@@ -20,7 +20,8 @@ from typing import Any
 from engine.bench.report import MeasurementError
 from engine.bench.serve_load import Load
 from engine.bench.serve_stats import Record
-from engine.request import CompletionDelta, SamplingParams
+from engine.request import CompletionDelta
+from engine.sampling_params import SamplingParams
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS = 30.0

@@ -14,7 +14,8 @@ from engine.config import DEVICES, DTYPES, FULL_CONFIG, ConfigError, EngineConfi
 from engine.kernels import kv_layout
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 
 

@@ -24,7 +24,7 @@ from engine.config import ConfigError
 from engine.core import EngineCore
 from engine.graph import CudaRecorder
 from engine.model_files import ModelFiles
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
 _LEAD = 256  # tokens of each request before the clock starts

@@ -20,7 +20,7 @@ from engine.bench.report import Report, format_table, model_name, summarise
 from engine.config import TINY_CHECKPOINT, ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 
 PROMPTS = Path(__file__).parent / "prompts" / "tiny.json"
 GAIN_SOURCES = ("tools", "json")

@@ -24,8 +24,8 @@ from engine.comm.frames import FrameReader, frame, receive
 from engine.comm.handshake import COMMANDS, WATCH
 from engine.comm.process_mark import kill_if_here, own_mark
 from engine.comm.step_watch import DEFAULT_PATIENCE, START, Patience, StepDigest, StepWatch, Verdict
+from engine.errors import EngineDeadError
 from engine.log import logger
-from engine.request import EngineDeadError
 
 _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 3.0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from engine.request import EngineDeadError
+from engine.errors import EngineDeadError
 
 ADDRESS_KEY = "turnout/control"
 HANDSHAKE_SECONDS = 120.0

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.request import CompletionDelta, EngineDeadError, InvalidRequestError, SamplingParams
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.request import CompletionDelta
+from engine.sampling_params import SamplingParams
 from engine.server.queue_limit import WaitingLine
 from engine.server.streams import Question, RequestStream, push_batch
 

@@ -16,7 +16,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from engine.request import CompletionDelta, SamplingParams
+from engine.request import CompletionDelta
+from engine.sampling_params import SamplingParams
 from engine.server.client import EngineClient
 from engine.server.context import ServerContext, new_id
 from engine.server.errors import bad_request

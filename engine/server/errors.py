@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from engine.request import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger("turnout.server")
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.request import QUEUE_TIMEOUT, REQUEST_TIMEOUT, CompletionDelta, SamplingParams
+from engine.request import QUEUE_TIMEOUT, REQUEST_TIMEOUT, CompletionDelta
+from engine.sampling_params import SamplingParams
 from engine.server.client import EngineClient, Job
 from engine.server.errors import ApiError
 from engine.server.protocol import SamplingFields

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from engine.chat_messages import ROLES
-from engine.request import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
+from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TEXT = {"type": "string", "minLength": 1}

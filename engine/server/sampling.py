@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.request import InvalidRequestError, SamplingParams
+from engine.errors import InvalidRequestError
+from engine.sampling_params import SamplingParams
 from engine.server.errors import bad_request
 from engine.server.protocol import SamplingFields
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.chat_template import ChatTemplate
-from engine.request import InvalidRequestError
+from engine.errors import InvalidRequestError
 from engine.server.errors import bad_request
 from engine.server.protocol import EFFORTS, ChatFields
 

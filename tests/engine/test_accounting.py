@@ -10,7 +10,7 @@ import pytest
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint, scaled
 from tests.rank_cores import build_core, run_ranks

@@ -12,7 +12,7 @@ import pytest
 from engine import agreement
 from engine.agreement import agree, checkpoint_digests, difference, facts_of
 from engine.config import ConfigError, EngineConfig
-from engine.request import EngineDeadError
+from engine.errors import EngineDeadError
 from tests.checkpoints import SMALL, build_checkpoint
 
 

@@ -11,7 +11,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.replica import Replica
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.server.metrics import EngineCollector
 from engine.step_budget import FIRST_TOKENS
 from tests.answers import Answer, drain

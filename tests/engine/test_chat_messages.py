@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.chat_messages import prepare_messages, prepare_tools
-from engine.request import InvalidRequestError
+from engine.errors import InvalidRequestError
 
 ASK = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "functions.f:0", "type": "function", "function": {"name": "f"}}

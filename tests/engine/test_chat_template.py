@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.chat_template import ChatTemplate
 from engine.config import TINY_CHECKPOINT, ConfigError
-from engine.request import InvalidRequestError
+from engine.errors import InvalidRequestError
 from engine.tokenizer import Tokenizer
 from models.kimi_k25.tool_declaration import declare_tools
 from tests.chats import FAMILY_TEMPLATE, FORGED, HARMLESS, chats, json_values, tool_lists

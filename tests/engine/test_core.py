@@ -11,8 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.launch import start_engine
-from engine.request import EngineDeadError, InvalidRequestError, SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import Answer, ask, drain
 from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint

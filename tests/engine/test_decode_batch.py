@@ -9,7 +9,8 @@ from engine import verify
 from engine.batch import ForwardBatch
 from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
 from engine.input_batch import SampledTokens
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest
 from engine.verify import VerifyRows
 

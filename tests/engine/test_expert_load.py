@@ -13,9 +13,10 @@ from engine.comm.dispatcher import DISPATCHERS
 from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import InvalidRequestError
 from engine.expert_load import ExpertLoad
 from engine.expert_map import ExpertMap
-from engine.request import InvalidRequestError, SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.server import responses
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint, scaled

@@ -20,7 +20,7 @@ from engine.expert_map import ExpertMap, read
 from engine.launch import start_engine
 from engine.layers.parameter import reordered, spec
 from engine.layers.quant import FloatExperts
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from serve import parse_arguments
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint, scaled

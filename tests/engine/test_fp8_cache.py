@@ -9,7 +9,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.kernels import kv_layout
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import ask
 from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint

@@ -20,7 +20,7 @@ from engine.graph import GraphRunner, capture_obstacle
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduler import GuessPlan
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint

@@ -11,7 +11,7 @@ import engine.model_runner
 import engine.rehearsal
 import engine.replica
 from engine.core import EngineCore
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.scripted_drafts import ScriptedDrafter, build, right, teach

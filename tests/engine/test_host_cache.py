@@ -13,7 +13,7 @@ from engine.core import EngineCore
 from engine.host_blocks import HostBlocks
 from engine.host_cache import HostCache
 from engine.launch import start_engine
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduler import GuessPlan
 from tests.answers import ask
 from tests.blocks import set_block_size

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from engine.input_batch import InputBatch
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 
 CPU = torch.device("cpu")

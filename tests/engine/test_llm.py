@@ -13,15 +13,9 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.config import ConfigError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.llm import _take
-from engine.request import (
-    CompletionDelta,
-    CompletionOutput,
-    EngineDeadError,
-    InvalidRequestError,
-    RequestMetrics,
-    RequestOutput,
-)
+from engine.request import CompletionDelta, CompletionOutput, RequestMetrics, RequestOutput
 from tests.checkpoints import SMALL, build_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

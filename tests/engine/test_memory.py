@@ -15,7 +15,7 @@ from engine.config import FULL_CONFIG, ConfigError, EngineConfig
 from engine.launch import start_engine
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from engine.request import MAX_LOGPROBS
+from engine.sampling_params import MAX_LOGPROBS
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
 from tests.gloo_ranks import on_ranks

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.gloo_ranks import on_ranks

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.output_processor import OutputProcessor
-from engine.request import Request, SamplingParams
+from engine.request import Request
 from engine.sampling import SampledLogprobs
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.step_output import ModelRunnerOutput, PromptLogprobs
 from engine.tokenizer import Tokenizer

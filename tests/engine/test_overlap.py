@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
 from engine.replica import Replica
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.step_output import ModelRunnerOutput
 from tests.answers import Answer, ask, drain

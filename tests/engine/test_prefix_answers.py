@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch import start_engine
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import Answer, ask, drain
 from tests.blocks import set_block_size
 from tests.checkpoints import SMALL, build_checkpoint

@@ -5,18 +5,18 @@ from dataclasses import asdict
 
 import pytest
 
+from engine.errors import InvalidRequestError
 from engine.request import (
     CompletionDelta,
     CompletionOutput,
-    InvalidRequestError,
     Logprob,
     Request,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
     completion_delta_from_dict,
     request_output_from_dict,
 )
+from engine.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine.kernels.random import gumbel
-from engine.request import Request, SamplingParams
+from engine.request import Request
 from engine.sampling import LogitShaper, SamplingRows, draw, gather_logprobs, greedy
+from engine.sampling_params import SamplingParams
 
 VOCAB = 50
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.kv_cache import KVCacheManager
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import GuessPlan, Scheduler
 from tests.scheduler_model import ScheduledWorld, make_request, token_at
 

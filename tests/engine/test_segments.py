@@ -17,7 +17,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.model_files import ModelFiles
 from engine.model_runner import ModelRunner
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.segments import SegmentRunner
 from tests import scripted_drafts

@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduler import GuessPlan
 from engine.verify import NO_GUESS
 from tests.answers import Answer, ask, drain

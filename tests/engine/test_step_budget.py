@@ -8,7 +8,8 @@ import pytest
 
 from engine.kv_cache import KVCacheManager
 from engine.prefill_costs import StepLoad
-from engine.request import Request, SamplingParams
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, ScheduledRequest, Scheduler, SchedulerOutput
 from engine.step_budget import FIRST_TOKENS, StepBudget, StepTimer
 from tests.step_budget_sim import (

@@ -6,7 +6,7 @@ import pytest
 
 from engine import template_sandbox
 from engine.chat_template import ChatTemplate
-from engine.request import InvalidRequestError
+from engine.errors import InvalidRequestError
 
 ASK = [{"role": "user", "content": "Hi"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine import tokenizer as module
 from engine.config import ConfigError
-from engine.request import InvalidRequestError
+from engine.errors import InvalidRequestError
 from engine.tokenizer import (
     KIMI_SPECIAL_OFFSETS,
     VISIBLE_MARKERS,

@@ -6,7 +6,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.launch import start_engine
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import drain
 from tests.checkpoints import TRUE_HEADS
 from tests.shares import config_directory

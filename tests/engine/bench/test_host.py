@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.decode_batch import DecodeBatch
 from engine.model_files import ModelFiles
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.step_output import ModelRunnerOutput
 from tests.shares import config_directory

@@ -11,7 +11,7 @@ from engine.bench import spec_text
 from engine.bench.__main__ import main
 from engine.bench.spec_text import Decoded, accept_length, goal_of, read_prompts
 from engine.config import ConfigError
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import ask
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft

@@ -16,7 +16,7 @@ import pytest
 from engine.comm import control, frames, handshake
 from engine.comm.control import ControlClient, ControlServer
 from engine.comm.step_watch import DEFAULT_PATIENCE, Patience, StepDigest
-from engine.request import EngineDeadError
+from engine.errors import EngineDeadError
 from tests.processes import until
 
 ROOT = Path(__file__).resolve().parents[3]

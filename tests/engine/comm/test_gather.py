@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import TINY_CHECKPOINT, EngineConfig
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.answers import ask
 from tests.rank_cores import build_core, run_ranks
 

@@ -7,7 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.comm.meter import KINDS
-from engine.request import CompletionDelta, InvalidRequestError, Logprob, RequestMetrics, SamplingParams
+from engine.errors import InvalidRequestError
+from engine.request import CompletionDelta, Logprob, RequestMetrics
+from engine.sampling_params import SamplingParams
 from engine.stats import AnswerStats, EngineStats, SpeculationSnapshot
 from engine.tokenizer import IncrementalDecoder
 

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from engine.request import EngineDeadError, InvalidRequestError, SamplingParams
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.sampling_params import SamplingParams
 from engine.server import client as client_module
 from engine.server.client import EngineClient
 from tests.engine.server.harness import emit, make_core

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.acceptance import GuessOutcome
 from engine.comm.meter import KINDS
 from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.launch import start_engine
-from engine.request import EngineDeadError
 from engine.server.client import EngineClient
 from engine.stats import DraftChoiceStats, SpeculationStats
 from tests.engine.server.harness import HI, error_of, make_core, request_bytes, serving

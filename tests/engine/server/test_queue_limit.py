@@ -6,7 +6,7 @@ import threading
 import openai
 import pytest
 
-from engine.request import SamplingParams
+from engine.sampling_params import SamplingParams
 from engine.server.client import EngineClient, Job
 from engine.server.errors import ApiError
 from engine.server.queue_limit import MOST_SECONDS, WaitingLine
