@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.errors import InvalidRequestError
+from engine.structured_outputs import StructuredOutputs
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -37,6 +38,7 @@ class SamplingParams:
     penalty sees prompt and output, the presence and frequency penalties the output alone. Logprobs are those of the
     model before penalties, bias and temperature. Of waiting requests the one with the lowest `priority` comes first,
     and it loses its place last. Only requests of the same `cache_salt` share cached prompts.
+    `structured_outputs` binds what the answer may be.
 
     Raises InvalidRequestError naming the field when a value is out of range.
     """
@@ -62,6 +64,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -171,4 +174,5 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SamplingParams:
-        return cls(**data)
+        bound = data.get("structured_outputs")
+        return cls(**data | {"structured_outputs": bound and StructuredOutputs(**bound)})

@@ -1,0 +1,54 @@
+"""What an answer must be, and from which token on: plain data that every rank compiles alike."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InvalidRequestError
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """Exactly one of the five kinds; names are vLLM's.
+
+    json: a JSON schema, as JSON text or as the value itself. json_object: any JSON object. regex: what the whole text
+    must match. choice: one of these texts. grammar: a Lark grammar in llguidance's dialect, in which `<[17]>` is the
+    token of id 17.
+
+    begins_after: the answer is free until one of these token ids has come, and bound from the token after it on.
+    begins_at: likewise, but the token itself is the first that the grammar reads. Both empty: bound from the start.
+
+    Raises InvalidRequestError naming the field.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    begins_after: tuple[int, ...] = ()
+    begins_at: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = [
+            kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind, self.json) == ("json", False)
+        ]
+        if len(given) != 1:
+            wanted = f"give exactly one of {', '.join(KINDS)}"
+            raise InvalidRequestError(f"structured_outputs has {given or 'none'}; {wanted}.", "structured_outputs")
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", json_text.dumps(self.json))
+        for name in ("choice", "begins_after", "begins_at"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def kind(self) -> str:
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
