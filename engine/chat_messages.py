@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
+from engine.call_ids import rename_calls
 from engine.errors import InvalidRequestError
 from engine.tokenizer import check_encodable
 
@@ -22,11 +23,14 @@ def prepare_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages as new dicts of the keys role, content, name, reasoning_content, tool_calls, tool_call_id alone.
 
     Null values and unknown keys are dropped, `developer` becomes `system`, `reasoning` becomes `reasoning_content`,
-    and tool messages lose their `name`, which the template would print in place of the role.
+    tool messages lose their `name`, which the template would print in place of the role, and calls with foreign ids
+    are renamed to Kimi's form.
     """
     if not isinstance(messages, list) or not messages:
         _fail("messages", "must be a list of at least one message.")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    prepared = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    rename_calls(prepared)
+    return prepared
 
 
 def prepare_tools(tools: Any) -> list[dict[str, Any]]:

@@ -1,13 +1,14 @@
-"""/v1/chat/completions: messages to a prompt, the engine's deltas to reasoning and content.
+"""/v1/chat/completions: messages to a prompt, the engine's deltas to reasoning, content and tool calls.
 
-With `tool_choice: "none"` the tools are rendered all the same (see `check_tools`). Tool markup in the output is text
-in `content`.
+With `tool_choice: "none"` the tools are rendered all the same (see `check_tools`), and tool markup in the output is
+text in `content`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +17,23 @@ from starlette.responses import Response
 
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
+from engine.server.chat_choice import Choice, Piece
 from engine.server.client import EngineClient
 from engine.server.context import ServerContext, new_id
 from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
 from engine.server.logprobs import chat_logprobs, prompt_logprobs_json
+from engine.server.output_parser import OutputParser
 from engine.server.protocol import ChatCompletionRequest, ChatFields
-from engine.server.reasoning import ReasoningMarkers, ReasoningSplitter
 from engine.server.sampling import check_stream_options, fit_context, sampling_params
 from engine.server.thinking import template_switches
-from engine.server.tools import check_tools
+from engine.server.tool_rules import ToolRules
+from engine.server.tools import check_tools, tool_rules
 from engine.server.transport import EventStream, finish_unless_disconnected
 from engine.server.usage import UsageCounter
+
+logger = logging.getLogger("turnout.server")
 
 CHUNK = "chat.completion.chunk"
 
@@ -37,6 +42,7 @@ CHUNK = "chat.completion.chunk"
 class ChatPrompt:
     token_ids: list[int]
     thinking: bool | None  # as the request asks, None where it leaves it to the template
+    tool_rules: ToolRules
 
 
 async def encode_chat(client: EngineClient, body: ChatFields, add_generation_prompt: bool = True) -> ChatPrompt:
@@ -58,7 +64,7 @@ async def encode_chat(client: EngineClient, body: ChatFields, add_generation_pro
         add_generation_prompt=add_generation_prompt,
         **switches,
     )
-    return ChatPrompt(token_ids, switches.get("thinking"))
+    return ChatPrompt(token_ids, switches.get("thinking"), tool_rules(body))
 
 
 def chat_params(body: ChatCompletionRequest, client: EngineClient, prompt_len: int) -> SamplingParams:
@@ -90,14 +96,14 @@ class ChatCall:
     generation: Generation
 
     def __post_init__(self) -> None:
-        tokenizer, skip = self.client.tokenizer, self.params.skip_special_tokens
-        markers = ReasoningMarkers.of(tokenizer)
-        splits = self.prompt.thinking is not False and markers.may_reason(self.prompt.token_ids)
-        inside = markers.opened_by(self.prompt.token_ids)
         self.choices = [
-            _Choice(self, i, ReasoningSplitter(tokenizer, markers, inside, skip) if splits else None)
-            for i in range(self.params.n)
+            Choice(index, self._parser(), bool(self.body.return_token_ids)) for index in range(self.params.n)
         ]
+
+    def _parser(self) -> OutputParser:
+        splits = self.prompt.thinking is not False
+        skip = self.params.skip_special_tokens
+        return OutputParser(self.client.tokenizer, self.prompt.token_ids, self.prompt.tool_rules, splits, skip)
 
     async def answer(self) -> dict[str, Any]:
         more: dict[str, Any] = {}
@@ -117,86 +123,31 @@ class ChatCall:
         for chunk in self.envelope.last_chunks(CHUNK):
             yield chunk
 
-    def read(self, delta: CompletionDelta) -> _Piece:
+    def read(self, delta: CompletionDelta) -> Piece:
         """Counts a delta and turns it into what the client sees of it."""
         choice = self.choices[delta.index]
-        before = choice.num_reasoning_tokens
-        pieces = choice.split(delta)
+        before, num_errors = choice.parser.num_reasoning_tokens, len(choice.parser.errors)
+        piece = choice.read(delta)
         self.envelope.usage.push(delta)
-        self.envelope.usage.num_reasoning_tokens += choice.num_reasoning_tokens - before
-        logprobs = None
+        self.envelope.usage.num_reasoning_tokens += choice.parser.num_reasoning_tokens - before
+        self._count_errors(choice, num_errors)
         if self.params.logprobs is not None:
             top = self.params.logprobs
-            logprobs = chat_logprobs(self.client.tokenizer, delta.token_ids, delta.logprobs or [], top)
-        return _Piece(pieces, logprobs, delta)
+            piece.logprobs = chat_logprobs(self.client.tokenizer, delta.token_ids, delta.logprobs or [], top)
+        return piece
 
-
-@dataclass
-class _Piece:
-    texts: list[tuple[str, str]]
-    logprobs: list[dict[str, Any]] | None
-    delta: CompletionDelta
-
-
-class _Choice:
-    def __init__(self, call: ChatCall, index: int, splitter: ReasoningSplitter | None):
-        self._splitter = splitter
-        self._index = index
-        self._return_token_ids = bool(call.body.return_token_ids)
-        self._started = False
-        self._texts: dict[str, list[str]] = {"reasoning": [], "content": []}
-        self._logprobs: list[dict[str, Any]] | None = None
-        self._token_ids: list[int] = []
-        self._last: CompletionDelta | None = None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._splitter.num_reasoning_tokens if self._splitter else 0
-
-    def split(self, delta: CompletionDelta) -> list[tuple[str, str]]:
-        if self._splitter is None:
-            return [("content", delta.text)] if delta.text else []
-        return self._splitter.push(delta.token_ids, delta.text)
-
-    def add(self, piece: _Piece) -> None:
-        for channel, text in piece.texts:
-            self._texts[channel].append(text)
-        if piece.logprobs is not None:
-            self._logprobs = self._logprobs or []
-            self._logprobs += piece.logprobs
-        self._token_ids += piece.delta.token_ids
-        self._last = piece.delta
-
-    def to_dict(self) -> dict[str, Any]:
-        reasoning, content = ("".join(self._texts[channel]) for channel in ("reasoning", "content"))
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._splitter is not None:
-            message["content"] = content or None
-            message["reasoning_content"] = reasoning or None
-        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
-        choice = {"index": self._index, "message": message, "logprobs": logprobs}
-        choice |= {"finish_reason": self._last.finish_reason, "stop_reason": self._last.stop_reason}
-        return choice | ({"token_ids": self._token_ids} if self._return_token_ids else {})
-
-    def chunks(self, piece: _Piece) -> Iterator[dict[str, Any]]:
-        """The choices of the events for one piece: the role once, text with its logprobs, the finish reason last."""
-        if not self._started:
-            self._started = True
-            yield self._chunk({"role": "assistant", "content": ""})
-        extras = {} if piece.logprobs is None else {"logprobs": {"content": piece.logprobs, "refusal": None}}
-        if self._return_token_ids:
-            extras["token_ids"] = piece.delta.token_ids
-        texts = piece.texts or ([("content", "")] if extras and piece.delta.token_ids else [])
-        for channel, text in texts:
-            key = "reasoning_content" if channel == "reasoning" else "content"
-            yield self._chunk({key: text}, **extras)
-            extras = {}
-        if piece.delta.finish_reason is not None:
-            reasons = {"finish_reason": piece.delta.finish_reason, "stop_reason": piece.delta.stop_reason}
-            yield self._chunk({}, **reasons)
-
-    def _chunk(self, delta: dict[str, str], **more: Any) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+    def _count_errors(self, choice: Choice, num_known: int) -> None:
+        """Those after the first `num_known`; the log has the first of each answer."""
+        errors = choice.parser.errors
+        for error in errors[num_known:]:
+            self.client.count_parse_error(error)
+        if errors and not num_known:
+            logger.warning(
+                "request %s, answer %d: a tool call could not be read (%s) and was passed on as text",
+                self.envelope.id,
+                choice.index,
+                errors[0],
+            )
 
 
 async def create_chat_completion(request: Request) -> Response:

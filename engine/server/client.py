@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
+from engine.server.output_parser import PARSE_ERRORS
 from engine.server.queue_limit import WaitingLine
 from engine.server.streams import Question, RequestStream, push_batch
 
@@ -68,6 +69,7 @@ class EngineClient:
         self._refusal: Exception | None = None
         self._line = WaitingLine(max_queued_requests)
         self._rejected = {"queue_timeout": 0, "draining": 0}
+        self._parse_errors = dict.fromkeys(PARSE_ERRORS, 0)
         self._running: dict[str, _Running] = {}
         self._entering: dict[str, RequestStream] = {}
         self._questions: set[Question] = set()
@@ -133,6 +135,15 @@ class EngineClient:
     def count_rejection(self, reason: str) -> None:
         """Belongs to the event loop."""
         self._rejected[reason] += 1
+
+    @property
+    def parse_errors(self) -> dict[str, int]:
+        """Tool calls in answers that could not be read, by reason."""
+        return dict(self._parse_errors)
+
+    def count_parse_error(self, reason: str) -> None:
+        """Belongs to the event loop."""
+        self._parse_errors[reason] += 1
 
     def retry_after(self) -> int:
         """Seconds in which those that wait now should have begun."""

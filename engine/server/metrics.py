@@ -31,15 +31,24 @@ class Text(Response):
 
 
 class EngineCollector(Collector):
-    """The metric families of one snapshot; `load` is None where experts are not counted. rejected: calls by reason."""
+    """The metric families of one snapshot; `load` is None where experts are not counted. rejected: calls by reason;
+    parse_errors: tool calls by reason."""
 
-    def __init__(self, stats: EngineStats, load: ExpertLoad | None, rejected: Mapping[str, int]):
-        self._stats, self._load, self._rejected = stats, load, rejected
+    def __init__(
+        self,
+        stats: EngineStats,
+        load: ExpertLoad | None,
+        rejected: Mapping[str, int],
+        parse_errors: Mapping[str, int],
+    ):
+        self._stats, self._load, self._rejected, self._parse_errors = stats, load, rejected, parse_errors
 
     def collect(self) -> Iterator[Metric]:
         for group in _GROUPS:
             yield from group(self._stats)
         yield _by_reason("request_rejected", "Calls refused because of load or a shutdown.", self._rejected)
+        unread = "Tool calls in answers that could not be read and were passed on as text."
+        yield _by_reason("tool_call_parse_errors", unread, self._parse_errors)
         if self._load is not None:
             yield from _experts(self._load)
 
@@ -48,7 +57,7 @@ async def metrics(request: Request) -> Response:
     """Counters and gauges of the engine, for Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     client = ServerContext.of(request).client
-    registry.register(EngineCollector(*await client.ask(_snapshot), client.rejected))
+    registry.register(EngineCollector(*await client.ask(_snapshot), client.rejected, client.parse_errors))
     return Text(generate_latest(registry))
 
 

@@ -64,10 +64,27 @@ class PromptLogprob(ResponseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class CalledFunction(ResponseModel):
+    """`arguments` are JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(ResponseModel):
+    """`reasoning` and `reasoning_content` are the same under two names; both are absent where thinking is off."""
+
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: None = None
 
 
@@ -83,10 +100,26 @@ class ChatChoice(ChoiceBase):
     logprobs: ChatLogprobs | None
 
 
+class FunctionDelta(ResponseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(ResponseModel):
+    """The first of a call has `id`, `type` and the name; those after it have more of the arguments alone."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(ChoiceBase):

@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from engine.call_ids import next_call_number
 from engine.server.errors import bad_request
+from engine.server.protocol import ChatFields
+from engine.server.tool_rules import ToolRules
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,64}")
 
@@ -31,6 +34,13 @@ def check_tools(tools: list[dict[str, Any]] | None, tool_choice: Any) -> list[di
         if tools == []:
             raise bad_request("tool_choice needs tools, but tools is empty.", "tool_choice")
     return tools or None
+
+
+def tool_rules(body: ChatFields) -> ToolRules:
+    """What the answer may do with tools. The request's tools, choice and messages must have been checked."""
+    names = tuple(tool["function"]["name"] for tool in body.tools or ())
+    choice = body.tool_choice or ("auto" if names else "none")
+    return ToolRules(names, choice, first_number=next_call_number(body.messages))
 
 
 def _check_tool_choice(choice: Any) -> None:

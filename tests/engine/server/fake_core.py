@@ -11,6 +11,7 @@ from engine.errors import InvalidRequestError
 from engine.request import CompletionDelta, Logprob, RequestMetrics
 from engine.sampling_params import SamplingParams
 from engine.stats import AnswerStats, EngineStats, SpeculationSnapshot
+from engine.stop_strings import StopStrings
 from engine.tokenizer import IncrementalDecoder
 
 
@@ -21,8 +22,9 @@ class FakeSequence:
     params: SamplingParams
     script: deque[int]
     decoder: IncrementalDecoder
+    stops: StopStrings
     num_tokens: int = 0
-    held: str = ""
+    num_steps: int = 0
     prompt_logprobs: list | None = None
 
     @property
@@ -34,7 +36,8 @@ class FakeSequence:
 class FakeCore:
     """`scripts` are taken in order, one for each choice; when they run out, `default_script` is used.
 
-    Each step gives every running choice `tokens_per_step` tokens. `gate`, if set, lets one step pass per release;
+    Each step gives every running choice `tokens_per_step` tokens; a list says it for each of a choice's steps in turn,
+    and over again, as speculation would. `gate`, if set, lets one step pass per release;
     `fail_at` is the number of the step that raises.
     """
 
@@ -44,7 +47,7 @@ class FakeCore:
     model_name: str = "tiny"
     generation_defaults: dict = field(default_factory=dict)
     default_script: list[int] = field(default_factory=list)
-    tokens_per_step: int = 1
+    tokens_per_step: int | list[int] = 1
     gate: threading.Semaphore | None = None
     fail_at: int | None = None
     num_cached_tokens: int = 0
@@ -77,7 +80,8 @@ class FakeCore:
         for index in range(params.n):
             script = deque(self.scripts.popleft() if self.scripts else self.default_script)
             decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens)
-            sequence = FakeSequence(request_id, index, params, script, decoder)
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            sequence = FakeSequence(request_id, index, params, script, decoder, stops)
             if params.prompt_logprobs is not None:
                 sequence.prompt_logprobs = self._prompt_logprobs(prompt_token_ids, params.prompt_logprobs)
             self.running[sequence.key] = sequence
@@ -145,26 +149,15 @@ class FakeCore:
 
     def _advance(self, sequence: FakeSequence) -> CompletionDelta:
         params, token_ids, text, reason, stop_reason = sequence.params, [], "", None, None
-        stops = {self.tokenizer.im_end_id: None} | {token: token for token in params.stop_token_ids}
-        for _ in range(self.tokens_per_step):
-            token = sequence.script.popleft() if sequence.script else self.tokenizer.im_end_id
-            token_ids.append(token)
+        for _ in range(self._step_size(sequence)):
+            token_ids.append(sequence.script.popleft() if sequence.script else self.tokenizer.im_end_id)
             sequence.num_tokens += 1
-            if token in stops and not params.ignore_eos:
-                reason, stop_reason = "stop", stops[token]
-                text += sequence.decoder.finish()
-            else:
-                text += sequence.decoder.push([token])
-                if sequence.num_tokens == params.max_tokens:
-                    reason = "length"
-                    text += sequence.decoder.finish()
+            piece, reason, stop_reason = self._take_token(sequence, token_ids[-1])
+            text += piece
             if reason:
+                del self.running[sequence.key]
                 break
-        text, stop_string = self._apply_stop(sequence, text, reason is not None)
-        if stop_string is not None:
-            reason, stop_reason = "stop", stop_string
-        if reason is not None:
-            del self.running[sequence.key]
+        sequence.num_steps += 1
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         logprobs = None
         if params.logprobs is not None:
@@ -185,17 +178,24 @@ class FakeCore:
             self.num_cached_tokens if sequence.num_tokens == len(token_ids) else None,
         )
 
-    def _apply_stop(self, sequence: FakeSequence, text: str, last: bool) -> tuple[str, str | None]:
-        text, sequence.held = sequence.held + text, ""
-        found = [(text.index(stop), stop) for stop in sequence.params.stop if stop in text]
-        if found:
-            position, stop = min(found)
-            return text[: position + len(stop) * sequence.params.include_stop_str_in_output], stop
-        beginnings = [stop[:n] for stop in sequence.params.stop for n in range(1, len(stop))]
-        held = max((len(b) for b in beginnings if text.endswith(b)), default=0)
-        if held and not last:
-            text, sequence.held = text[:-held], text[-held:]
-        return text, None
+    def _step_size(self, sequence: FakeSequence) -> int:
+        sizes = self.tokens_per_step
+        return sizes if isinstance(sizes, int) else sizes[sequence.num_steps % len(sizes)]
+
+    def _take_token(self, sequence: FakeSequence, token: int) -> tuple[str, str | None, str | int | None]:
+        """Text, finish reason and stop reason that one token brings."""
+        params, reason, stop_reason = sequence.params, None, None
+        ends = {self.tokenizer.im_end_id: None} | {token: token for token in params.stop_token_ids}
+        text = ""
+        if token in ends and not params.ignore_eos:
+            reason, stop_reason = "stop", ends[token]
+        else:
+            text = sequence.decoder.push([token])
+            reason = "length" if sequence.num_tokens == params.max_tokens else None
+        text = sequence.stops.push(text + (sequence.decoder.finish() if reason else ""))
+        if sequence.stops.matched is not None:
+            return text, "stop", sequence.stops.matched
+        return text + (sequence.stops.flush() if reason else ""), reason, stop_reason
 
     def _logprobs(self, token: int, count: int) -> dict[int, Logprob]:
         """The token is the most likely one, its successors follow; the last is impossible."""

@@ -125,14 +125,64 @@ def read_stream(response: httpx.Response) -> list[str]:
 
 
 def texts(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, str]:
-    """The joined deltas of one choice by field."""
+    """The joined text deltas of one choice by field."""
     joined: dict[str, str] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] == index:
-                for key, value in choice["delta"].items():
-                    joined[key] = joined.get(key, "") + value
+    for delta in _deltas(chunks, index):
+        for key, value in delta.items():
+            if isinstance(value, str):
+                joined[key] = joined.get(key, "") + value
     return joined
+
+
+def tool_calls(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]] | None:
+    """One choice's calls, joined as OpenAI's SDK does it: the index is a place in the list. None if there are none."""
+    calls: list[dict[str, Any]] = []
+    for delta in _deltas(chunks, index):
+        for part in delta.get("tool_calls", []):
+            if part["index"] == len(calls):
+                assert part["function"]["arguments"] == "" and part["function"]["name"]
+                calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+            else:
+                assert part.keys() == {"index", "function"} and part["function"].keys() == {"arguments"}
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return calls or None
+
+
+def message_of(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """What the chunks of one choice amount to, null where a text is absent."""
+    joined = texts(chunks, index)
+    assert joined["role"] == "assistant" and joined.get("reasoning") == joined.get("reasoning_content")
+    names = ("content", "reasoning_content")
+    return {name: joined.get(name) or None for name in names} | {"tool_calls": tool_calls(chunks, index)}
+
+
+def _deltas(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    return [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+
+
+CUTS: tuple[int | list[int], ...] = (1, 2, 3, [1, 4, 2], 1000)
+
+
+def both(server: RunningServer, script: str | list[int], **fields: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """(message, finish_reason, usage) of one script, proven the same streamed in several cuts and not streamed."""
+    core = server.core
+    core.default_script = emit(script) if isinstance(script, str) else script
+    whole = server.chat(**fields)
+    choice = whole["choices"][0]
+    message = choice["message"]
+    assert message.get("reasoning") == message.get("reasoning_content")
+    for core.tokens_per_step in CUTS:
+        chunks = server.chat_chunks(stream_options={"include_usage": True}, **fields)
+        expected = {name: message.get(name) or None for name in ("content", "reasoning_content", "tool_calls")}
+        assert message_of(chunks) == expected, core.tokens_per_step
+        choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert not any("role" in c["delta"] for c in choices[1:])
+        assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + [choice["finish_reason"]]
+        assert choices[-1].get("stop_reason") == choice["stop_reason"]
+        assert chunks[-1]["usage"] == whole["usage"]
+    core.tokens_per_step = 1
+    return message, choice["finish_reason"], whole["usage"]
 
 
 def request_bytes(path: str, body: dict) -> bytes:

@@ -5,31 +5,9 @@ import asyncio
 import openai
 import pytest
 
-from tests.engine.server.harness import HI, RunningServer, emit, texts, tokenizer
+from tests.engine.server.harness import HI, RunningServer, both, emit, texts, tokenizer
 
 NO_THINKING = {"chat_template_kwargs": {"thinking": False}}
-
-
-def both(server: RunningServer, script: str | list[int], **fields):
-    """(message, finish_reason, usage) of one script, proven the same streamed in several cuts and not streamed."""
-    ids = emit(script) if isinstance(script, str) else script
-    server.core.default_script = ids
-    whole = server.chat(**fields)
-    choice = whole["choices"][0]
-    for cut in (1, 2, 3, 100):
-        server.core.tokens_per_step = cut
-        chunks = server.chat_chunks(stream_options={"include_usage": True}, **fields)
-        joined = texts(chunks)
-        assert joined.pop("role") == "assistant"
-        assert joined.get("content", "") == (choice["message"]["content"] or "")
-        assert joined.get("reasoning_content") == choice["message"].get("reasoning_content")
-        finished = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["finish_reason"]]
-        assert [c["finish_reason"] for c in finished] == [choice["finish_reason"]]
-        assert finished[0].get("stop_reason") == choice["stop_reason"]
-        if cut == 1:
-            assert chunks[-1]["usage"] == whole["usage"]
-    server.core.tokens_per_step = 1
-    return choice["message"], choice["finish_reason"], whole["usage"]
 
 
 @pytest.mark.parametrize(
