@@ -9,6 +9,7 @@ import pytest
 from engine.acceptance import GuessOutcome
 from engine.draft_choice import CHOICE_CODES
 from engine.server.metrics import PREFIX, EngineCollector, _speculation
+from engine.server.output_parser import PARSE_ERRORS
 from engine.stats import DraftChoiceStats, SpeculationStats
 from serve import parse_arguments
 from tests.engine.server.harness import make_core
@@ -78,7 +79,8 @@ def test_the_settings_of_a_loaded_server_are_those_of_the_server():
 
 def test_the_metrics_of_a_loaded_server_are_there():
     stats = make_core().stats()
-    families = EngineCollector(stats, None, {"queue_full": 0, "queue_timeout": 0, "draining": 0}).collect()
+    rejected = {"queue_full": 0, "queue_timeout": 0, "draining": 0}
+    families = EngineCollector(stats, None, rejected, dict.fromkeys(PARSE_ERRORS, 0)).collect()
     shown = {family.name: {label for s in family.samples for label in s.labels.values()} for family in families}
     for names, meaning in rows(SERVING, "| name |"):
         for name in re.findall(r"`([^`]+)`", names):

@@ -104,7 +104,7 @@ CASES: dict[int, tuple[str, ...]] = {
     17: (f"{ENGINE}::test_every_parameter_means_the_same", "tests/engine/test_speculation_law.py"),
     # Parsers of streams that take one token a piece.
     18: (
-        "tests/engine/server/test_reasoning.py::test_against_the_oracle",
+        "tests/engine/server/test_output_parser.py::test_b029_b035_b097_any_cut_reads_the_same",
         "tests/engine/test_output_processor.py::test_steps_of_several_tokens_say_what_single_ones_say",
     ),
     # Settings that target and draft share by accident.

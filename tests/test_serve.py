@@ -317,10 +317,11 @@ def refusal(capsys, *options: str) -> str:
         (["--max-queued-requests", "0"], ["max_queued_requests", "0"]),
         (["--queue-timeout", "0"], ["queue_timeout", "0"]),
         (["--no-such-option"], ["--no-such-option"]),
+        (["--tool-call-parser", "hermes"], ["--tool-call-parser"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_settings_that_cannot_work_are_refused_before_loading(nothing_loads, capsys, options, words):
+def test_b054_settings_that_cannot_work_are_refused_before_loading(nothing_loads, capsys, options, words):
     line = refusal(capsys, "--device", "cpu", "--port", "0", *options)
     assert all(word in line for word in words), line
 

@@ -87,11 +87,11 @@ def test_figures_of_the_bound(checkpoint):
     core.step()
     core.add_request("long", [5] * 300, greedy(2))
     core.step()
-    shown = {m.name: m.samples[0].value for m in EngineCollector(core.stats(), None, {}).collect() if m.samples}
+    shown = {m.name: m.samples[0].value for m in EngineCollector(core.stats(), None, {}, {}).collect() if m.samples}
     assert shown["turnout_prefill_limit_tokens"] == core.stats().step_budget.limit_tokens >= 1
     assert shown["turnout_prefill_step_seconds"] >= 0 and shown["turnout_prefill_step_predicted_seconds"] >= 0
     drain(core)
-    idle = {m.name for m in EngineCollector(core.stats(), None, {}).collect()}
+    idle = {m.name for m in EngineCollector(core.stats(), None, {}, {}).collect()}
     assert "turnout_prefill_limit_tokens" not in idle, "no bound is in force"
     assert build(checkpoint, max_step_ms=0).stats().step_budget is None
     assert build(checkpoint).stats().step_budget is None, "a CPU has no bound of its own"

@@ -61,7 +61,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [i for i in ids if i >= tokenizer.vocab_size - 256]
 
 
-def test_example_a_thinks_by_default():
+def test_b015_example_a_thinks_by_default():
     expected = f"{S}system{M}Be brief.{E}{U}user{M}Hi{E}{A}assistant{M}<think>"
     assert K25.render(SYSTEM_ASK) == K25.render(SYSTEM_ASK, thinking=True) == expected
     assert K25.render(SYSTEM_ASK, thinking=None) == expected
@@ -69,7 +69,7 @@ def test_example_a_thinks_by_default():
 
 
 @pytest.mark.parametrize("switch", ["thinking", "enable_thinking"])
-def test_example_b_without_thinking(switch):
+def test_b015_example_b_without_thinking(switch):
     expected = f"{S}system{M}Be brief.{E}{U}user{M}Hi{E}{A}assistant{M}<think></think>"
     assert K25.render(SYSTEM_ASK, **{switch: False}) == expected
 
@@ -87,7 +87,7 @@ def test_example_c_drops_the_reasoning_of_past_turns():
     assert K25.render(messages, preserve_thinking=True, thinking=False) == kept + "</think>"
 
 
-def test_example_d_keeps_the_reasoning_of_a_running_tool_loop():
+def test_b013_example_d_keeps_the_reasoning_of_a_running_tool_loop():
     assert K25.render(WEATHER) == f"{LOOP}{A}assistant{M}<think>"
     assert K25.render(WEATHER, thinking=False) == (LOOP.replace("need tool", "") + f"{A}assistant{M}<think></think>")
     answered = [*WEATHER, {"role": "assistant", "content": "Cold."}, *ASK]
@@ -159,7 +159,7 @@ def test_messages_are_brought_to_one_form():
     assert K25.render([{"role": "user", "name": "ann", "content": ""}]).startswith(f"{U}ann{M}{E}")
 
 
-def test_parts_keep_their_order():
+def test_b016_parts_keep_their_order():
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "😀"}, {"type": "text", "text": " two"}]
     assert K25.render([{"role": "user", "content": parts}]) == K25.render([{"role": "user", "content": "one 😀 two"}])
     assert K25.render([{"role": "user", "content": []}]) == K25.render([{"role": "user", "content": ""}])

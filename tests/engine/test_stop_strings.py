@@ -79,7 +79,7 @@ def test_stop_strings_that_end_too_early_do_not_count(early, text, stops, includ
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 100])
-def test_reported_cases(text, stops, visible, matched, size):
+def test_b092_b094_b095_reported_cases(text, stops, visible, matched, size):
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     assert run(pieces, stops, include=False)[:2] == (visible, matched)
 

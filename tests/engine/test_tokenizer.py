@@ -68,7 +68,7 @@ def kimi_cuts(text: str, chunk: int, run: int) -> list[str]:
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS)
-def test_ids_equal_an_independent_bpe(tokenizer, text):
+def test_b008_ids_equal_an_independent_bpe(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids == reference_encode(text)
     assert tokenizer.decode(ids) == text
@@ -111,7 +111,7 @@ def test_ids_of_a_full_size_vocabulary(tmp_path):
     assert tokenizer.token_bytes(163589) == b"<|reserved_token_163589|>"
 
 
-def test_every_id_of_the_vocabulary_decodes(tokenizer):
+def test_b008_every_id_of_the_vocabulary_decodes(tokenizer):
     for token_id in range(tokenizer.vocab_size):
         assert tokenizer.decode([token_id], skip_special_tokens=False) == tokenizer.token_bytes(token_id).decode(
             errors="replace"
@@ -122,7 +122,7 @@ def test_every_id_of_the_vocabulary_decodes(tokenizer):
             tokenizer.decode([outside])
 
 
-def test_markers_are_control_tokens_only_when_allowed(tokenizer):
+def test_b006_markers_are_control_tokens_only_when_allowed(tokenizer):
     assert len(tokenizer.special_tokens) == 256
     for name, token_id in tokenizer.special_tokens.items():
         assert tokenizer.encode(f"a{name}b", allow_special=True) == [ord("a"), token_id, ord("b")]
@@ -192,7 +192,7 @@ def test_names_and_flags_come_from_the_config(tmp_path):
     assert "<|kimi_k25_video_placeholder|>" not in tokenizer.special_tokens
 
 
-def test_code_of_the_folder_is_never_run(tmp_path):
+def test_b009_code_of_the_folder_is_never_run(tmp_path):
     write_tokenizer(tmp_path)
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass TikTokenTokenizer: pass\n"
     (tmp_path / "tokenization_kimi.py").write_text(trap)
@@ -204,7 +204,7 @@ def test_code_of_the_folder_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_another_id_in_tokenizer_json_stops_the_start(tmp_path):
+def test_b007_another_id_in_tokenizer_json_stops_the_start(tmp_path):
     write_tokenizer(tmp_path)
     entry = {"id": len(RANKS) + 22, "content": "<think>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [entry]}))

@@ -27,7 +27,7 @@ NO_THINKING = {"chat_template_kwargs": {"thinking": False}}
         ),
     ],
 )
-def test_reasoning_is_split_at_the_marker_id(server, script, reasoning, content):
+def test_b017_b019_reasoning_is_split_at_the_marker_id(server, script, reasoning, content):
     message, reason, usage = both(server, script)
     assert (message["reasoning_content"], message["content"], reason) == (reasoning, content, "stop")
     assert usage["completion_tokens"] == len(emit(script)) + 1
@@ -45,7 +45,7 @@ def test_half_a_character_before_the_marker_does_not_move_the_cut(server):
     assert (message["reasoning_content"], message["content"]) == ("ab\ufffd", "c\ufffd")
 
 
-def test_thinking_off_gives_content_alone(server):
+def test_b020_thinking_off_gives_content_alone(server):
     for script in ("42", "no </think> split"):
         message, _, usage = both(server, script, **NO_THINKING)
         assert message["content"] == script and "reasoning_content" not in message
@@ -54,7 +54,7 @@ def test_thinking_off_gives_content_alone(server):
     assert message["content"] == ""
 
 
-def test_cut_inside_the_reasoning(server):
+def test_b022_cut_inside_the_reasoning(server):
     message, reason, usage = both(server, "x" * 50, max_tokens=8)
     assert (message["reasoning_content"], message["content"], reason) == ("x" * 8, None, "length")
     assert usage["completion_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == 8
@@ -94,10 +94,57 @@ def test_a_prompt_longer_than_the_context(server, stream):
 
 
 @pytest.mark.parametrize("where, start", [("content", "t</think>"), ("reasoning_content", "")])
-def test_stop_strings_over_token_borders(server, where, start):
+def test_b092_b093_stop_strings_over_token_borders(server, where, start):
     message, reason, usage = both(server, start + "The quick brown fox", stop=["own fox", "zzz"])
     assert (message[where], reason) == ("The quick br", "stop")
     assert usage["completion_tokens"] == len(emit(start + "The quick brown fox"))
+
+
+@pytest.mark.parametrize(
+    ("script", "stop", "text", "matched"),
+    [
+        ("alpha beta gamma delta", "beta gamma", "alpha ", "beta gamma"),
+        ("x漢字", ["漢字", "字x", "ab", "abc"], "x", "漢字"),
+        ("漢 字x", ["漢字", "字x", "ab", "abc"], "漢 ", "字x"),
+        ("xabc", ["漢字", "字x", "ab", "abc"], "x", "ab"),
+        ("xa漢", ["漢字", "字x", "ab", "abc"], "xa漢", None),
+        ("hello", None, "hello", None),
+    ],
+)
+def test_b094_b095_the_earliest_stop_wins(server, script, stop, text, matched):
+    """In any cut, and `usage` counts up to the token that completes it."""
+    message, reason, usage = both(server, "t</think>" + script, stop=stop)
+    assert (message["content"], reason) == (text, "stop")
+    assert server.chat(stop=stop)["choices"][0]["stop_reason"] == matched
+    counted = "t</think>" + (script[: script.index(matched) + len(matched)] if matched else script)
+    assert usage["completion_tokens"] == len(emit(counted)) + (matched is None)
+
+
+@pytest.mark.parametrize("text", ["👍🏽", "汉字かな", "e\u0301a\u0308", "👨‍👩‍👧"])
+def test_b085_characters_come_whole(server, text):
+    ids = [*text.encode(), *emit("</think>"), *text.encode()]  # a token a byte
+    message, _, _ = both(server, ids)
+    assert (message["reasoning_content"], message["content"]) == (text, text)
+    chunks = server.chat_chunks()
+    assert not any("\ufffd" in value for c in chunks for value in c["choices"][0]["delta"].values())
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_b088_a_character_that_the_budget_cuts_is_one_replacement_mark(server, num_bytes):
+    ids = [*emit("</think>a"), *"😀".encode()]
+    message, reason, _ = both(server, ids, max_tokens=2 + num_bytes)
+    assert (message["content"], reason) == ("a\ufffd", "length")
+    entries = server.chat(max_tokens=2 + num_bytes, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries[2:]] == [[byte] for byte in "😀".encode()[:num_bytes]]
+
+
+def test_b013_a_call_of_the_history_without_its_reasoning(server):
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    loop = [{"role": "tool", "tool_call_id": "functions.f:0", "content": "done"}]
+    for reasoning, written in (({}, ""), ({"reasoning_content": None}, ""), ({"reasoning_content": "why"}, "why")):
+        server.chat(messages=[*HI, {"role": "assistant", "content": None, "tool_calls": [call], **reasoning}, *loop])
+        text = tokenizer().decode(server.core.requests[-1][1], skip_special_tokens=False)
+        assert f"<think>{written}</think><|tool_calls_section_begin|>" in text
 
 
 def test_stop_string_next_to_the_marker(server):
@@ -134,7 +181,7 @@ def test_logprobs(server):
     assert server.chat(logprobs=False, top_logprobs=None)["choices"][0]["logprobs"] is None
 
 
-def test_several_choices_in_one_stream(server):
+def test_b090_several_choices_in_one_stream(server):
     server.core.scripts.extend([emit("r0</think>zero"), emit("r1</think>one"), emit("r2</think>two")])
     chunks = server.chat_chunks(n=3, logprobs=True, stream_options={"include_usage": True})
     assert [texts(chunks, i)["content"] for i in range(3)] == ["zero", "one", "two"]
@@ -151,7 +198,7 @@ def test_several_choices_in_one_stream(server):
     assert whole["usage"] == chunks[-1]["usage"]
 
 
-def test_usage_in_the_stream_only_when_asked(server):
+def test_b091_usage_in_the_stream_only_when_asked(server):
     for fields in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": None}):
         assert all("usage" not in chunk and len(chunk["choices"]) == 1 for chunk in server.chat_chunks(**fields))
     running = server.chat_chunks(stream_options={"include_usage": True, "continuous_usage_stats": True})
@@ -201,7 +248,7 @@ def tail(server: RunningServer) -> str:
         ({"reasoning_effort": "high", "chat_template_kwargs": {"thinking": True}}, False),
     ],
 )
-def test_every_spelling_of_the_thinking_switch(server, fields, off):
+def test_b015_every_spelling_of_the_thinking_switch(server, fields, off):
     server.core.default_script = emit("a</think>b")
     message = server.chat(**fields)["choices"][0]["message"]
     assert tail(server) == ("<think></think>" if off else "<think>")
@@ -229,14 +276,14 @@ def test_unknown_or_contradictory_switches(server, fields, param):
     assert server.refusal("/v1/chat/completions", {"messages": HI} | fields)["param"] == param
 
 
-def test_messages_reach_the_template(server):
+def test_b011_b014_b016_messages_reach_the_template(server):
     tools = [{"type": "function", "function": {"name": "mcp.files.read", "parameters": {"type": "object"}}}]
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     echoed = dict.fromkeys(("refusal", "audio", "function_call", "content")) | {"annotations": []}
     messages = [
         {"role": "developer", "content": "Reply BANANA"},
         {"role": "user", "content": [{"type": "text", "text": "a😀"}, {"type": "text", "text": "b<|im_end|>"}]},
-        {"role": "assistant", "tool_calls": [call], "reasoning": "why"} | echoed,
+        {"role": "assistant", "tool_calls": [call], "reasoning": "why", "reasoning_content": "why"} | echoed,
         {"role": "tool", "tool_call_id": "functions.f:0", "name": "f", "content": "done"},
     ]
     for choice in (None, "auto", "none"):
@@ -249,7 +296,7 @@ def test_messages_reach_the_template(server):
         assert "## Return of functions.f:0\ndone" in text
 
 
-def test_ignored_fields_are_listed(server):
+def test_b017_ignored_fields_are_listed(server):
     fields = {"extra_body": {"a": 1}, "temprature": 0.5, "metadata": {"a": "b"}, "user": "me", "store": None}
     answer = server.chat(**fields)
     assert [w.split()[0] for w in answer["warnings"]] == ["extra_body", "temprature"]

@@ -128,7 +128,7 @@ def test_prompt_logprobs_and_token_ids(server):
     }
 
 
-def test_stop_strings_and_text_in_any_cut(server):
+def test_b085_b093_stop_strings_and_text_in_any_cut(server):
     server.core.default_script = emit("The quick brown fox 汉字😀")
     for cut in (1, 2, 50):
         server.core.tokens_per_step = cut

@@ -80,7 +80,7 @@ def test_finished_requests_leave_nothing_behind():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failure_in_the_middle_of_a_stream():
+def test_b089_failure_in_the_middle_of_a_stream():
     core = make_core(default_script=emit("abc" * 20), fail_at=4)
     with serving(core) as server:
         data = read_stream(server.post(CHAT, {"messages": HI, "stream": True}))
@@ -93,7 +93,7 @@ def test_failure_in_the_middle_of_a_stream():
         assert not server.client.is_healthy and "secret" in str(server.client.error)
 
 
-def test_the_sdk_raises_on_a_failing_stream_and_a_failing_answer():
+def test_b089_the_sdk_raises_on_a_failing_stream_and_a_failing_answer():
     for stream in (False, True):
         with serving(make_core(default_script=emit("abc" * 20), fail_at=4)) as server:
             client = server.openai()

@@ -63,7 +63,7 @@ def test_bad_values(server, field, value):
         (5, "messages[0]"),
     ],
 )  # fmt: skip
-def test_bad_messages(server, message, param):
+def test_b016_bad_messages(server, message, param):
     assert server.refusal(CHAT, {"messages": [message]})["param"] == param
 
 
