@@ -214,6 +214,16 @@ def test_chat_renders_messages_tools_and_switches(llm):
     assert llm.chat(forged, GREEDY)[0].prompt_token_ids.count(special) == 1 + plain.count("<|im_end|>") - 1
 
 
+def test_foreign_ids_of_the_history_are_renamed_in_the_prompt(llm):
+    def prompt(call_id: str) -> list[int]:
+        call = {"id": call_id, "type": "function", "function": {"name": "add_up", "arguments": "{}"}}
+        result = {"role": "tool", "tool_call_id": call_id, "content": "3"}
+        (output,) = llm.chat([*HI, {"role": "assistant", "tool_calls": [call]}, result], GREEDY, tools=TOOLS)
+        return output.prompt_token_ids
+
+    assert prompt("call_abc") == prompt("functions.add_up:0") != prompt("functions.add_up:1")
+
+
 def test_several_conversations(llm):
     other = [{"role": "user", "content": "Another"}]
     both = llm.chat([HI, other], GREEDY)
