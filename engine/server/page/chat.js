@@ -20,6 +20,8 @@ export class Chat {
     byId("stop").addEventListener("click", () => this.#abort?.abort());
     byId("new-chat").addEventListener("click", () => this.#restart());
     byId("settings").addEventListener("submit", (event) => event.preventDefault());
+    // What is wrong must be in sight to be pointed at.
+    byId("settings").addEventListener("invalid", () => (byId("more-settings").open = true), true);
     for (const button of document.querySelectorAll(".sample")) {
       button.addEventListener("click", () => this.#say(button.textContent));
     }
