@@ -25,7 +25,7 @@ function showTokens(history) {
   const peak = Math.max(0, ...points.map((point) => point.value ?? 0));
   const steps = history.rate(METRICS.steps);
   setText("token-rate", rate === null ? "–" : short(rate).replace(/\.0+$/, ""));
-  const words = [steps ? `${short(steps)} steps/s` : "idle", `peak ${short(peak)}`];
+  const words = [steps ? `${short(steps)} steps/s` : "idle", ...(peak ? [`peak ${short(peak)}`] : [])];
   setText("token-note", rate === null ? "measuring" : words.join(" · "));
   sparkline.show(points);
 }

@@ -214,3 +214,60 @@ def test_model_output_stays_text_and_tool_calls_are_put_together(tab):
         ("functions.b:1", "function", {"name": "b", "arguments": "{}"}),
     ]
     assert seen["message"]["content"] == evil + "more" and seen["message"]["reasoning_content"] == evil
+
+
+def stream_of(*deltas: dict, finish_reason: str) -> str:
+    choices = [{"delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"delta": {}, "finish_reason": finish_reason})
+    events = [json.dumps({"choices": [{"index": 0} | choice]}) for choice in choices]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+
+
+def test_results_of_tool_calls_are_typed_in_and_sent_on(tab):
+    def call(index: int, name: str) -> dict:
+        function = {"name": name, "arguments": "{}"}
+        return {"index": index, "id": f"functions.{name}:{index}", "type": "function", "function": function}
+
+    answers = [
+        stream_of({"tool_calls": [call(0, "a")]}, {"tool_calls": [call(1, "b")]}, finish_reason="tool_calls"),
+        stream_of({"reasoning_content": "Why"}, {"content": "Done."}, finish_reason="stop"),
+        stream_of({"content": "Bye."}, finish_reason="stop"),
+    ]
+    url = tab.run("location.origin")
+    tab.open(f"{url}/")
+    tab.until("document.getElementById('status').dataset.state === 'live'")
+    tools = '[{"type": "function", "function": {"name": "a"}}]'
+    run(
+        tab,
+        f"""const answers = {json.dumps(answers)}, ask = window.fetch;
+        window.sent = [];
+        window.fetch = async (path, options) => {{
+          if (path !== "/v1/chat/completions") return ask(path, options);
+          window.sent.push(JSON.parse(options.body));
+          return new Response(answers.shift());
+        }};
+        document.getElementById("tools").value = {json.dumps(tools)};
+        document.getElementById("system").value = "Be brief.";
+        document.getElementById("max-tokens").value = "9";
+        document.getElementById("thinking").checked = false;""",
+    )
+    is_done = "!document.querySelector('[aria-busy]')"
+    labels = []
+    for text in ("Go", "one", "two", "More"):
+        tab.run("document.getElementById('message').focus()")
+        labels.append(tab.run("document.getElementById('message-label').textContent"))
+        tab.type(text, "Enter")
+        tab.until(is_done)
+    assert labels == ["Message", "Result of a", "Result of b", "Message"]
+    first, second, third = tab.run("window.sent")
+    shared = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9}
+    shared |= {"tools": json.loads(tools), "chat_template_kwargs": {"thinking": False}}
+    system, go = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go"}
+    assert first == shared | {"messages": [system, go]}
+    calls = [{key: value for key, value in call(i, name).items() if key != "index"} for i, name in enumerate("ab")]
+    turns = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    turns.append({"role": "tool", "tool_call_id": "functions.a:0", "content": "one"})
+    turns.append({"role": "tool", "tool_call_id": "functions.b:1", "content": "two"})
+    assert second == shared | {"messages": [system, go, *turns]}
+    turns.append({"role": "assistant", "content": "Done.", "reasoning_content": "Why"})
+    assert third["messages"] == [system, go, *turns, {"role": "user", "content": "More"}]
