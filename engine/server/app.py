@@ -17,6 +17,7 @@ from engine.server.drain import Drain, DrainMiddleware
 from engine.server.errors import install_error_handlers
 from engine.server.middleware import ApiKeyMiddleware, RequestMiddleware
 from engine.server.openapi import body_of, install_openapi
+from engine.server.page import page_router
 from engine.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from engine.server.responses import errors
 from engine.version import __version__
@@ -81,9 +82,9 @@ def create_app(
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The ASGI app. With `api_keys` every route but /health asks for one of them; the app closes `client` at the end.
+    """The ASGI app. With `api_keys` every route but /health and the page asks for one of them.
 
-    `app.state.drain` stops it from taking new calls.
+    The app closes `client` at its end; `app.state.drain` stops it from taking new calls.
 
     Raises ValueError if there is no model name or a key is empty.
     """
@@ -107,6 +108,7 @@ def create_app(
     drain = app.state.drain = Drain(client)
     app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain)
     app.include_router(_router())
+    app.include_router(page_router())
     install_error_handlers(app)
     install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
     if api_keys:

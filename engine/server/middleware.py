@@ -15,11 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import new_id
 from engine.server.errors import ApiError, as_api_error
+from engine.server.page import OPEN_PATHS as PAGE_PATHS
 from engine.server.transport import OUTCOME
 
 logger = logging.getLogger("turnout.access")
 
-OPEN_PATH = "/health"
+OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
 
 
@@ -62,14 +63,14 @@ class RequestMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Lets nothing but /health through without one of the keys, unknown routes and the OpenAPI page included."""
+    """Lets nothing but /health and the page through without one of the keys, unknown routes and /docs included."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._knows(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         message = "The API key is absent or wrong; send the header Authorization: Bearer KEY."

@@ -185,7 +185,7 @@ def test_api_keys():
         paths += ["/metrics", "/metrics/", "//metrics", "/expert_load", "/load", "/flush_cache"]
         for path in [*paths, *POSTS]:
             for method in ("GET", "POST", "HEAD", "OPTIONS"):
-                response = http.request(method, path)
+                response = http.request(method, server.url + path)  # else // would name a host, and / be asked for
                 assert response.status_code == 401 and response.headers["x-request-id"]
                 if method != "HEAD":
                     assert error_of(response, 401)["code"] == "invalid_api_key"
