@@ -5,7 +5,7 @@ The public names load lazily, so that importing a leaf such as `engine.comm` doe
 
 from engine.version import __version__
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str):
@@ -17,4 +17,8 @@ def __getattr__(name: str):
         from engine.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from engine.structured_outputs import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -30,6 +30,7 @@ from engine.speculation import Speculation
 from engine.stats import EngineStats
 from engine.step_budget import StepBudget
 from engine.step_output import ModelRunnerOutput
+from engine.structured_outputs import StructuredOutputs
 
 _LAST_WORDS_SECONDS = 1.0
 
@@ -76,6 +77,8 @@ class EngineCore:
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError for a request that can never be served."""
         params.check_vocab(self.vocab_size)
+        if params.structured_outputs is not None:
+            self.check_structured_outputs(params.structured_outputs)
         if not len(prompt_token_ids):
             raise InvalidRequestError("the prompt is empty; give at least one token.", param="prompt")
         prompt = _plain_ids(prompt_token_ids)
@@ -92,6 +95,14 @@ class EngineCore:
                 code="context_length_exceeded",
             )
 
+    def check_structured_outputs(self, structured: StructuredOutputs) -> None:
+        """Raises InvalidRequestError for one that no answer can match, or that is too large or hard to compile.
+
+        Any thread may call it. It takes up to a second the first time; a caller that must not wait in `validate` or
+        `add_request` calls it before them.
+        """
+        self.replica.runner.grammars.check(structured)
+
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues n sequences. Raises InvalidRequestError as `validate` does, ValueError for an id in use."""
         self.validate(prompt_token_ids, params)
@@ -100,7 +111,8 @@ class EngineCore:
         if self._outputs.sequence_ids(request_id) or any(map(self._outputs.knows, ids)):
             raise ValueError(f"request {request_id} is already running.")
         room = self.max_model_len - len(prompt)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        ignores_eos = params.ignore_eos and params.structured_outputs is None  # a grammar that is over ends its answer
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else self._eos_token_ids)
         for index, sequence_id in enumerate(ids):
             request = Request(
                 request_id=sequence_id,

@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.decode_batch import BlockTable, DecodeBatch, bucket_sizes
 from engine.decode_step import DecodeStep, Variant, variants
 from engine.expert_load import ExpertLoad
+from engine.grammar import Grammars
 from engine.graph import CudaRecorder, DecodeGraph, GraphRunner, Recorder, capture_obstacle
 from engine.host_blocks import HostBlocks
 from engine.input_batch import InputBatch
@@ -54,6 +55,7 @@ class ModelRunner:
             self.sampled.state, BLOCK_SIZE, *self._operations(), self.drafter, self.draft_dispatcher, parallel.meter
         )
         self.shape_logits = LogitShaper(parallel.device)
+        self.grammars = Grammars(files.tokenizer, self.model_config.vocab_size)
         self.graphs: GraphRunner | None = None
         self.segments: SegmentRunner | None = None
         self._reads = ReadBuffers(self.max_num_seqs, self.num_guesses, parallel.device)
@@ -304,7 +306,22 @@ class ModelRunner:
                 raw[row] = logits_NWV[row].clone()
             if item.request.params.shapes_logits:
                 self.shape_logits(logits_NWV[row], item.request, num_guesses)
+        self._forbid(logits_NWV, items, verified)
         return raw
+
+    def _forbid(self, logits_NWV: torch.Tensor, items: list[ScheduledRequest], verified: list[int]) -> None:
+        """Leaves those tokens alone that grammars allow; made by the host while the device computes the logits."""
+        places = [n for n, item in enumerate(items) if item.request.params.structured_outputs is not None]
+        if not places:
+            return
+        width = logits_NWV.shape[1]
+        requests = [items[n].request for n in places]
+        guesses = [request.guess_ids[: verified[n]] for n, request in zip(places, requests, strict=True)]
+        rows_R, masks_RB = self.grammars.masks(requests, guesses, width)
+        rows_R = np.array(places)[rows_R // width] * width + rows_R % width
+        if len(rows_R):
+            rows_R, masks_RB = self.input_batch.send(rows_R), self.input_batch.send(masks_RB)
+            sampling.forbid(logits_NWV.view(-1, logits_NWV.shape[2]), rows_R, masks_RB)
 
     def _logprobs(self, raw: dict[int, torch.Tensor], items: list[ScheduledRequest], result: ModelRunnerOutput) -> None:
         """Of the tokens that are committed, whose number this waits for."""
@@ -369,4 +386,5 @@ class ModelRunner:
 
 
 def _looks_at_logits(request: Request) -> bool:
-    return request.params.shapes_logits or request.params.logprobs is not None
+    params = request.params
+    return params.shapes_logits or params.logprobs is not None or params.structured_outputs is not None

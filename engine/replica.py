@@ -44,6 +44,8 @@ class Replica:
             self.scheduler.finish(request_id, reason, stop_reason)
         for request in new:
             self.scheduler.add(request)
+            if request.params.structured_outputs is not None:
+                self.runner.grammars.expect(request)
 
     def step_as_told(self, message: dict[str, Any]) -> StepDigest:
         """What another rank does with rank 0's "step" frame."""
@@ -100,6 +102,14 @@ class Replica:
             return False
         return not scheduler.has_guesses_in_flight or self.runner.replays(len(scheduler.running))
 
+    def _judge(self, request: Request) -> None:
+        """An answer that had to end before it was what it has to be ended in an error, its own alone."""
+        if request.params.structured_outputs is None or request.finish_reason != "stop":
+            return
+        failure = self.runner.grammars.failure(request)
+        if failure is not None:
+            request.finish_reason, request.stop_reason = "error", failure
+
     def digest(self, result: ModelRunnerOutput) -> StepDigest:
         """What the last `step`, which returned `result`, has in common with that of all ranks."""
         launched = self._launched
@@ -118,6 +128,8 @@ class Replica:
         self._in_flight.popleft()
         live = [not item.request.finished for item in output.scheduled]
         self.scheduler.update(output, result.token_ids, result.guess_ids)
+        for item in output.scheduled:
+            self._judge(item.request)
         return (output, result) if all(live) else _only(live, output, result)
 
 

@@ -21,9 +21,9 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One of the n answers. `finish_reason` is "stop", "length", "abort", "timeout" or None while running;
-    `stop_reason` is the stop string or the stop token id that ended it, None for the end-of-sequence token, or the
-    setting that timed it out."""
+    """One of the n answers. `finish_reason` is "stop", "length", "abort", "timeout", "error" or None while running;
+    `stop_reason` is the stop string or the stop token id that ended it, None for the end-of-sequence token, the
+    setting that timed it out, or what was wrong: a structured output that could not go on as its grammar wants."""
 
     index: int
     text: str = ""
@@ -163,10 +163,12 @@ class Request:
         return taken
 
     def _append(self, token_id: int) -> None:
-        """Finishes the request where it ends: stop ids, then length."""
+        """Finishes the request where it ends: stop ids, then length. A grammar that is over ends an answer that is
+        shorter than min_tokens too."""
         self.output_token_ids.append(token_id)
         num_output = len(self.output_token_ids)
-        if token_id in self.stop_token_ids and num_output >= self.params.min_tokens:
+        may_stop = num_output >= self.params.min_tokens or self.params.structured_outputs is not None
+        if token_id in self.stop_token_ids and may_stop:
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
         elif num_output >= self.max_tokens:

@@ -16,6 +16,7 @@ from engine.kernels.random import gumbel
 from engine.request import Request
 
 _NEVER = float("-inf")
+_FORBID_ROWS = 64  # at a time, since a row's mask takes 32 times its words
 _MIN_TEMPERATURE = 1e-5  # below it the draw is the most likely token anyway
 
 
@@ -75,7 +76,7 @@ class SamplingRows:
 
 
 class LogitShaper:
-    """Bias, forbidden ends, then penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API).
+    """Bias, early ends, then penalties (formulas of CTRL, Keskar et al. 2019, section 4.1, and the OpenAI API).
 
     The order is vLLM's: the repetition penalty scales a logit with its bias.
     """
@@ -95,7 +96,8 @@ class LogitShaper:
         """prompt: its ids, each once."""
         params = request.params
         output = self._ids(request.output_token_ids + guess_ids)
-        if request.num_output_tokens + len(guess_ids) < params.min_tokens and request.stop_token_ids:
+        is_early = request.num_output_tokens + len(guess_ids) < params.min_tokens
+        if is_early and request.stop_token_ids and params.structured_outputs is None:  # whose grammar knows its end
             row_V[self._ids(sorted(request.stop_token_ids))] = _NEVER
         if params.logit_bias:
             row_V[self._ids(list(params.logit_bias))] += torch.tensor(
@@ -113,6 +115,14 @@ class LogitShaper:
 
     def _ids(self, token_ids: list[int]) -> torch.Tensor:
         return torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+
+
+def forbid(logits_MV: torch.Tensor, rows_R: torch.Tensor, masks_RB: torch.Tensor) -> None:
+    """Sets logits to -inf in place, in rows_R (int64) of M, where bit i % 32 of int32 word i // 32 is 0 for token i."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits_MV.device)
+    for rows, masks in zip(rows_R.split(_FORBID_ROWS), masks_RB.split(_FORBID_ROWS), strict=True):
+        is_forbidden = ((masks.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits_MV.shape[1]] == 0
+        logits_MV[rows] = logits_MV[rows].masked_fill(is_forbidden, _NEVER)
 
 
 def greedy(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:

@@ -154,12 +154,16 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Logits depend on the tokens before, so the host must have read them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def needs_known_tokens(self) -> bool:
+        """Logits depend on the tokens before, so the host must have read them."""
+        return self.has_penalties or self.structured_outputs is not None
+
+    @property
     def shapes_logits(self) -> bool:
-        """Logits may be changed before they are drawn from, on the host's word."""
+        """Logits may be changed before they are drawn from, on the host's word; what a grammar forbids not counted."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 
     def check_vocab(self, vocab_size: int) -> None:

@@ -91,7 +91,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
-        self._num_penalized = 0
+        self._num_needing_tokens = 0
 
     def add(self, request: Request) -> None:
         """Raises ValueError for an id in use, or for a request that the whole cache could not hold to its end: it would
@@ -104,7 +104,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is already here.")
         self._requests[request.request_id] = request
-        self._num_penalized += request.params.has_penalties
+        self._num_needing_tokens += request.params.needs_known_tokens
         self._num_arrivals += 1
         request.arrival = self._num_arrivals
         insort(self.waiting, request, key=_LINE)
@@ -118,9 +118,10 @@ class Scheduler:
 
     @property
     def needs_known_tokens(self) -> bool:
-        """No step may run ahead of the tokens of the one before it: a request's penalties need them all before the next
-        step's logits, and guesses in flight leave open where a step that is not decodes alone has its rows."""
-        if self._num_penalized:
+        """No step may run ahead of the tokens of the one before it: a request's penalties or grammar need them all
+        before the next step's logits, and guesses in flight leave open where a step that is not decodes alone has its
+        rows."""
+        if self._num_needing_tokens:
             return True
         if not self.has_guesses_in_flight:
             return False
@@ -143,7 +144,7 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self._num_penalized -= request.params.has_penalties
+        self._num_needing_tokens -= request.params.needs_known_tokens
         self.kv_cache.free(request)
         for line in (self.running, self.waiting):
             if _take_out(line, request):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.acceptance import GuessOutcome
 
-FINISH_REASONS = ("stop", "length", "abort", "timeout")
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_BOUNDS = (0.001, 0.005, *FIRST_TOKEN_BOUNDS)

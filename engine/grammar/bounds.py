@@ -1,0 +1,107 @@
+"""What a schema, regular expression or grammar may be at most, so that compiling it takes a second and not a minute.
+
+No wall clock: all ranks must agree. The numbers are from measurements of llguidance 1.9 (docs/structured_output.md):
+its time for one object grows with the square of its properties, and for a wrong Lark grammar with the square of how
+deep rules refer to rules; its stack grows with that depth too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_TEXT = 256 * 1024
+MAX_REGEX = 16 * 1024
+MAX_CHOICES = 10_000
+MAX_KEYS = 1_000  # of one object
+MAX_NESTING = 100
+MAX_RULES = 4_000  # lines
+MAX_ALTERNATIVES = 4_000
+MAX_RULE_DEPTH = 200
+
+_PLAIN = re.compile(r'"(?:\\[^\n]|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\[^\n]|[^/\\\n])+/')
+_BLOCK = re.compile(r"%(?:json|regex|llguidance)\s*(?=\{)")
+_HEADER = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^\n:|]*:", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def check_length(text: str, most: int = MAX_TEXT) -> None:
+    """This check and the others raise ValueError with what is wrong, as the rest of a sentence."""
+    if len(text) > most:
+        raise ValueError(f"it has {len(text)} characters, more than the {most} allowed")
+
+
+def check_json(text: str) -> Any:
+    """The value of a schema's text, which is within bounds."""
+    check_length(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_NESTING} levels") from None
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    check_tree(value)
+    return value
+
+
+def check_tree(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        for node in level:
+            if isinstance(node, dict) and len(node) > MAX_KEYS:
+                raise ValueError(f"an object in it has {len(node)} keys, more than the {MAX_KEYS} allowed")
+        level = [child for node in level for child in _children(node)]
+        depth += 1
+        if level and depth > MAX_NESTING:
+            raise ValueError(f"it is nested deeper than {MAX_NESTING} levels")
+
+
+def _children(node: Any) -> Iterator[Any]:
+    values = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (value for value in values if isinstance(value, dict | list))
+
+
+def check_lark(text: str) -> None:
+    check_length(text)
+    text = _PLAIN.sub(lambda match: " " * len(match.group()), _without_blocks(text))
+    if '"' in text or "/" in text:
+        raise ValueError("a string or regular expression in it does not end on the line where it begins")
+    for what, count, most in (
+        ("lines", text.count("\n"), MAX_RULES),
+        ("alternatives", text.count("|"), MAX_ALTERNATIVES),
+        ("rules that refer to rules in turn", _rule_depth(text), MAX_RULE_DEPTH),
+    ):
+        if count > most:
+            raise ValueError(f"it has {count} {what}, more than the {most} allowed")
+
+
+def _without_blocks(text: str) -> str:
+    """Takes out the JSON that `%json` and its kind embed, once that is within bounds."""
+    pieces, position = [], 0
+    while (match := _BLOCK.search(text, position)) is not None:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, match.end())
+        except (ValueError, RecursionError):
+            raise ValueError(f"the JSON behind {match.group().strip()} in it cannot be read") from None
+        check_tree(value)
+        pieces.append(text[position : match.start()])
+        position = end
+    return "".join([*pieces, text[position:]])
+
+
+def _rule_depth(text: str) -> int:
+    """At least as many rules as the longest chain of references has: all of those in or above a cycle count."""
+    headers = list(_HEADER.finditer(text))
+    ends = [header.start() for header in headers[1:]] + [len(text)]
+    names = {header.group(1) for header in headers}
+    refers: dict[str, set[str]] = {name: set() for name in names}
+    for header, end in zip(headers, ends, strict=True):
+        refers[header.group(1)] |= names.intersection(_NAME.findall(text, header.end(), end))
+    depth = 0
+    while leaves := [name for name, others in refers.items() if not others & refers.keys()]:
+        for name in leaves:
+            del refers[name]
+        depth += 1
+    return depth + len(refers)

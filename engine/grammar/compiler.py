@@ -1,0 +1,148 @@
+"""Compiles what answers must be, each text once, on a thread with a stack that any allowed text fits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from engine.errors import InvalidRequestError
+from engine.grammar import bounds
+from engine.grammar.vocabulary import Vocabulary
+from engine.structured_outputs import StructuredOutputs
+from engine.tokenizer import Tokenizer, check_encodable
+
+MAX_COMPILED = 128
+# llguidance descends into rules that refer to rules, up to 8 KiB each; addresses alone, memory only as it is used.
+STACK_BYTES = 512 * 2**20
+# Its own bounds, which are counts and no times: symbols, and steps that building the lexer takes. Those of a mask are
+# its defaults: 200,000 lexer steps and 50,000 parser items, some 15 ms.
+LIMITS = {"max_grammar_size": 100_000, "initial_lexer_fuel": 1_000_000, "verbose_errors": False}
+# Between two JSON tokens: what printers write. With no bound a model that likes spaces or empty lines may write nothing
+# else until its budget ends.
+WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+_MAX_REASON = 300
+
+
+class GrammarCompiler:
+    """Keeps the last MAX_COMPILED results, refusals included. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._done: OrderedDict[tuple[str, str], Future] = OrderedDict()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._has_thread = False
+        self._vocabulary: Vocabulary | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the grammars compiled so far."""
+        return self._vocabulary
+
+    def submit(self, structured: StructuredOutputs) -> Future:
+        """Its result: an LLMatcher at the grammar's start, to be copied and not to be moved, so that it is the same
+        whoever had it before. It raises InvalidRequestError."""
+        key = (structured.kind, _text(structured))
+        with self._lock:
+            future = self._done.pop(key, None) or self._start(*key)
+            self._done[key] = future
+            while len(self._done) > MAX_COMPILED:
+                self._done.popitem(last=False)
+        return future
+
+    def _start(self, kind: str, text: str) -> Future:
+        if self._has_thread:
+            return self._worker.submit(self._compile, kind, text)
+        before = threading.stack_size(STACK_BYTES)  # of the thread that this starts
+        try:
+            return self._worker.submit(self._compile, kind, text)
+        finally:
+            threading.stack_size(before)
+            self._has_thread = True
+
+    def _compile(self, kind: str, text: str) -> Any:
+        import llguidance
+
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._tokenizer)
+        try:
+            grammar = _GRAMMARS[kind](text)
+        except ValueError as error:
+            raise _refusal(kind, str(error)) from None
+        matcher = self._vocabulary.matcher(grammar, llguidance.LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise _refusal(kind, matcher.get_error())
+        first = matcher.deep_copy()
+        mask = np.frombuffer(first.compute_bitmask(), dtype=np.int32)
+        if first.is_error() or not mask.any():
+            raise _refusal(kind, f"nothing matches it. {first.get_error()}")
+        return matcher
+
+
+def _refusal(kind: str, reason: str) -> InvalidRequestError:
+    words = " ".join(reason.split())
+    words = words if len(words) <= _MAX_REASON else f"{words[:_MAX_REASON]}..."
+    return InvalidRequestError(f"structured_outputs: this {kind} cannot be used: {words}.", "structured_outputs")
+
+
+def _text(structured: StructuredOutputs) -> str:
+    """What is compiled, as text; raises InvalidRequestError for what is none."""
+    kind, value = structured.kind, getattr(structured, structured.kind)
+    if kind == "json_object":
+        return ""
+    if kind == "choice":
+        if not value or not all(isinstance(one, str) for one in value):
+            raise _refusal(kind, "give a list of at least one text")
+        value = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        raise _refusal(kind, "give it as text")
+    check_encodable(value)
+    return value
+
+
+def _json_schema(text: str) -> str:
+    import llguidance
+
+    bounds.check_json(text)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _regex(text: str) -> str:
+    import llguidance
+
+    bounds.check_length(text, bounds.MAX_REGEX)
+    return llguidance.LLMatcher.grammar_from_regex(text)
+
+
+def _choice(text: str) -> str:
+    """As one terminal, which the lexer makes a tree of: as alternatives of a rule thousands would be too many."""
+    import llguidance
+
+    bounds.check_length(text)
+    choices = json.loads(text)
+    if len(choices) > bounds.MAX_CHOICES:
+        raise ValueError(f"it has {len(choices)} texts, more than the {bounds.MAX_CHOICES} allowed")
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}\n")
+
+
+def _lark(text: str) -> str:
+    import llguidance
+
+    bounds.check_lark(text)
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+_GRAMMARS: dict[str, Callable[[str], str]] = {
+    "json": _json_schema,
+    "json_object": lambda text: _json_schema('{"type": "object"}'),
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _lark,
+}

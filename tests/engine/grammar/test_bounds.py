@@ -1,0 +1,60 @@
+"""What is refused before it is compiled."""
+
+import json
+
+import pytest
+
+from engine.grammar import bounds
+
+
+def chain(length: int, last: str = '"x"') -> str:
+    return "start: a0\n" + "\n".join(f'a{i}: "b" a{i + 1} | "c"' for i in range(length)) + f"\na{length}: {last}\n"
+
+
+def wide(keys: int) -> dict:
+    return {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(keys)}}
+
+
+def nested(levels: int) -> str:
+    return '{"items":' * levels + "{}" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad", "words"),
+    [
+        (bounds.check_json, json.dumps(wide(1000)), json.dumps(wide(1001)), "1001 keys"),
+        (bounds.check_json, nested(90), nested(101), "deeper than 100"),
+        (bounds.check_json, "{}", "[" * 200_000, "deeper than 100"),
+        (bounds.check_json, "{}", "{'a': 1}", "no JSON"),
+        (bounds.check_json, "{}", f'{{"title": "{"x" * bounds.MAX_TEXT}"}}', "characters"),
+        (bounds.check_lark, chain(197), chain(200), "rules that refer"),
+        (bounds.check_lark, 'start: "a"' + ' | "a"' * 4000, 'start: "a"' + ' | "a"' * 4001, "alternatives"),
+        (bounds.check_lark, "start: " + "\n" * 3000, "start: " + "\n" * 4001, "lines"),
+        (bounds.check_lark, f"start: %json {json.dumps(wide(9))}", f"start: %json {json.dumps(wide(1001))}", "keys"),
+        (bounds.check_lark, 'start: %json {"a": 1} "x"', 'start: %json {"a": 1', "cannot be read"),
+        (bounds.check_lark, "start: /x\\/\\n/", "start: /x\ny: /", "end on the line"),
+    ],
+)
+def test_the_largest_is_taken_and_what_is_larger_is_refused(check, good, bad, words):
+    check(good)
+    with pytest.raises(ValueError, match=words):
+        check(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        ('start: "a"', 1),
+        ("start: b\nb: c\nc: /x/", 3),
+        ('start: "b" "c"\nb: c\nc: /b c/ // b', 2),
+        ("start: b\nb: c | d\nc: b\nd: /x/", 4),
+        ("start: b c\nb[lazy]: /x/\n?c: b\n  | b b", 3),
+    ],
+)
+def test_depth_counts_references_and_all_rules_of_a_cycle(text, depth):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "MAX_RULE_DEPTH", depth)
+        bounds.check_lark(text)
+        patch.setattr(bounds, "MAX_RULE_DEPTH", depth - 1)
+        with pytest.raises(ValueError, match=f"has {depth} rules"):
+            bounds.check_lark(text)
