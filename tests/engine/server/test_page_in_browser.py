@@ -3,6 +3,7 @@ in pytest's directory (`--basetemp DIR` says where); `docs/page.png` is one of t
 
 from __future__ import annotations
 
+import json
 from urllib.parse import urlsplit
 
 import pytest
@@ -130,4 +131,22 @@ def test_keys_and_panels_without_data(tmp_path):
         assert tab.run("document.querySelectorAll('.turn').length") == 0
         refusals = ("401 (Unauthorized)", "404 (Not Found)")
         assert [problem for problem in tab.problems if not any(known in problem for known in refusals)] == []
+        check_requests(tab, port)
+
+
+def test_a_tool_call_and_its_result(tmp_path):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Get the weather for a city", "parameters": parameters}
+    tools = json.dumps([{"type": "function", "function": function}])
+    with serving(PYTHON, tmp_path) as (_, port), browsing(tmp_path) as tab:
+        tab.open(f"http://127.0.0.1:{port}/")
+        tab.until(IS_LIVE)
+        tab.run(f"document.getElementById('tools').value = {json.dumps(tools)}")
+        tab.run("document.getElementById('temperature').value = '0'")
+        ask(tab, "What is the weather in Paris?")
+        assert tab.run("document.querySelector('.call h4').textContent") == "get_weather"
+        assert json.loads(tab.run("document.querySelector('.call pre').textContent")) == {"city": "Paris"}
+        assert "21" in ask(tab, '{"temperature": 21, "sky": "clear"}')
+        assert tab.run("document.querySelector('.turn.tool .who').textContent") == "Result of get_weather"
+        assert tab.problems == []
         check_requests(tab, port)
