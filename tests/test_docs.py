@@ -8,8 +8,11 @@ import pytest
 
 from engine.acceptance import GuessOutcome
 from engine.draft_choice import CHOICE_CODES
+from engine.server.fields import GRANTED, SILENT
 from engine.server.metrics import PREFIX, EngineCollector, _speculation
 from engine.server.output_parser import PARSE_ERRORS
+from engine.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from engine.server.structured import READERS
 from engine.stats import DraftChoiceStats, SpeculationStats
 from serve import parse_arguments
 from tests.engine.server.harness import make_core
@@ -96,3 +99,17 @@ def test_every_refusal_of_a_loaded_server_is_explained():
     given = set(re.findall(r'ApiError\((?:429|503|504), \w+, code=(?:"(\w+)"|(\w+))', sources))
     codes = {text or name.lower() for text, name in given} | {"too_many_answers"}
     assert {code.strip("`") for _, code, *_ in rows(SERVING, "| status |")} == codes
+
+
+def test_every_field_of_a_request_is_explained():
+    page = (ROOT / "docs" / "api.md").read_text()
+    both, chats, completions, rest = re.split(r"^## (?:Chats|Completions|Structured output)$", page, flags=re.MULTILINE)
+
+    def named(text):
+        cells = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+        return {name.split(".")[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+    assert named(both) == {*SamplingFields.model_fields, *SILENT, *GRANTED}
+    assert named(chats) == set(ChatCompletionRequest.model_fields) - set(SamplingFields.model_fields)
+    assert named(completions) == set(CompletionRequest.model_fields) - set(SamplingFields.model_fields)
+    assert all(f"`{field}" in rest for field in READERS)

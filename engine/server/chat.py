@@ -17,9 +17,10 @@ from starlette.responses import Response
 
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
+from engine.server.binding import bind_chat
 from engine.server.chat_choice import Choice, Piece
 from engine.server.client import EngineClient
-from engine.server.context import ServerContext, new_id
+from engine.server.context import ServerContext, answer_id, new_id
 from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
@@ -32,6 +33,7 @@ from engine.server.tool_rules import ToolRules
 from engine.server.tools import check_tools, tool_rules
 from engine.server.transport import EventStream, finish_unless_disconnected
 from engine.server.usage import UsageCounter
+from engine.structured_outputs import StructuredOutputs
 
 logger = logging.getLogger("turnout.server")
 
@@ -67,7 +69,9 @@ async def encode_chat(client: EngineClient, body: ChatFields, add_generation_pro
     return ChatPrompt(token_ids, switches.get("thinking"), tool_rules(body))
 
 
-def chat_params(body: ChatCompletionRequest, client: EngineClient, prompt_len: int) -> SamplingParams:
+def chat_params(
+    body: ChatCompletionRequest, client: EngineClient, prompt_len: int, outputs: StructuredOutputs | None
+) -> SamplingParams:
     """Raises 400 (context_length_exceeded for a prompt that leaves no room)."""
     if not body.logprobs and body.top_logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -80,6 +84,7 @@ def chat_params(body: ChatCompletionRequest, client: EngineClient, prompt_len: i
         {"max_tokens": name, "logprobs": "top_logprobs"},
         max_tokens=asked,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured_outputs=outputs,
     )
     return fit_context(params, prompt_len, client.max_model_len, "messages")
 
@@ -96,9 +101,8 @@ class ChatCall:
     generation: Generation
 
     def __post_init__(self) -> None:
-        self.choices = [
-            Choice(index, self._parser(), bool(self.body.return_token_ids)) for index in range(self.params.n)
-        ]
+        shows, ids = self.body.include_reasoning is not False, bool(self.body.return_token_ids)
+        self.choices = [Choice(index, self._parser(), ids, shows) for index in range(self.params.n)]
 
     def _parser(self) -> OutputParser:
         splits = self.prompt.thinking is not False
@@ -155,15 +159,20 @@ async def create_chat_completion(request: Request) -> Response:
     body = await context.read(request, ChatCompletionRequest)
     model = context.resolve_model(body.model)
     request_id = new_id("chatcmpl")
+    shown_id = answer_id("chatcmpl", request_id, body.request_id)
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
     client.check_room()
     prompt = await encode_chat(client, body)
     num_prompt_tokens = len(prompt.token_ids)
-    params = chat_params(body, client, num_prompt_tokens)
+    bound = await bind_chat(
+        body, prompt.tool_rules, client.tokenizer, prompt.token_ids, client.check_structured_outputs
+    )
+    warnings += bound.warnings
+    params = chat_params(body, client, num_prompt_tokens, bound.outputs)
     generation = await Generation.start(client, request_id, [(prompt.token_ids, params)])
-    envelope = Envelope(request_id, model, warnings, body, UsageCounter(num_prompt_tokens))
+    envelope = Envelope(shown_id, model, warnings, body, UsageCounter(num_prompt_tokens), client.system_fingerprint)
     call = ChatCall(body, client, prompt, params, envelope, generation)
     if body.stream:
         return EventStream(call.events(), generation.close)

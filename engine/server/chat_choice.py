@@ -32,12 +32,16 @@ class _Call:
 
 
 class Choice:
-    """A choice is either streamed (`chunks` of each piece) or collected (`add` each piece, then `to_dict`)."""
+    """A choice is either streamed (`chunks` of each piece) or collected (`add` each piece, then `to_dict`).
 
-    def __init__(self, index: int, parser: OutputParser, return_token_ids: bool):
+    shows_reasoning: otherwise the reasoning is read, counted and left out.
+    """
+
+    def __init__(self, index: int, parser: OutputParser, return_token_ids: bool, shows_reasoning: bool = True):
         self.index = index
         self.parser = parser
         self._return_token_ids = return_token_ids
+        self._shows_reasoning = shows_reasoning
         self._started = False
         self._texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._calls: list[_Call] = []
@@ -50,7 +54,10 @@ class Choice:
         if reason is not None:
             rest, reason = self.parser.finish(reason, delta.stop_reason)
             deltas += rest
-        return Piece(deltas, reason, delta)
+        return Piece([one for one in deltas if self._shows(one)], reason, delta)
+
+    def _shows(self, delta: Delta) -> bool:
+        return self._shows_reasoning or not (isinstance(delta, TextDelta) and delta.channel == "reasoning")
 
     def add(self, piece: Piece) -> None:
         for delta in piece.deltas:
@@ -78,7 +85,7 @@ class Choice:
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.parser.splits or self._calls:
             message["content"] = content or None
-        if self.parser.splits:
+        if self.parser.splits and self._shows_reasoning:
             message |= dict.fromkeys(("reasoning_content", "reasoning"), reasoning or None)
         if self._calls:
             message["tool_calls"] = [call.to_dict() for call in self._calls]

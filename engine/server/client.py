@@ -7,6 +7,7 @@ condition, which a rank that fails meanwhile notifies too. Deltas enter the even
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 from collections import deque
@@ -20,6 +21,8 @@ from engine.sampling_params import SamplingParams
 from engine.server.output_parser import PARSE_ERRORS
 from engine.server.queue_limit import WaitingLine
 from engine.server.streams import Question, RequestStream, push_batch
+from engine.structured_outputs import StructuredOutputs
+from engine.version import __version__
 
 logger = logging.getLogger("turnout.server")
 
@@ -60,6 +63,9 @@ class EngineClient:
         self.max_model_len: int = core.max_model_len
         self.vocab_size: int = core.vocab_size
         self.generation_defaults: dict[str, Any] = dict(core.generation_defaults)
+        build = f"{__version__} {core.config!r}".encode()
+        self.system_fingerprint = f"fp_{hashlib.sha256(build).hexdigest()[:12]}"
+        self.check_structured_outputs: Callable[[StructuredOutputs], None] = core.check_structured_outputs
         self._core = core
         self._on_error = on_error
         self._inbox: deque[Callable[[], None]] = deque()

@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
+from engine.server.binding import bind_completion
 from engine.server.client import EngineClient
-from engine.server.context import ServerContext, new_id
+from engine.server.context import ServerContext, answer_id, new_id
 from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
@@ -28,6 +29,7 @@ from engine.server.protocol import CompletionRequest
 from engine.server.sampling import check_stream_options, fit_context, sampling_params
 from engine.server.transport import EventStream, finish_unless_disconnected
 from engine.server.usage import UsageCounter
+from engine.structured_outputs import StructuredOutputs
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16
@@ -52,7 +54,9 @@ async def encode_prompts(client: EngineClient, prompt: Any) -> list[list[int]]:
     return await asyncio.to_thread(encode) if any(isinstance(item, str) for item in prompts) else prompts
 
 
-def completion_params(body: CompletionRequest, client: EngineClient) -> SamplingParams:
+def completion_params(
+    body: CompletionRequest, client: EngineClient, outputs: StructuredOutputs | None
+) -> SamplingParams:
     """The parameters before they are fitted to the length of each prompt."""
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
@@ -61,7 +65,7 @@ def completion_params(body: CompletionRequest, client: EngineClient) -> Sampling
     if body.echo and body.logprobs is not None:
         scores = max(body.logprobs, scores or 0)
     fixed = {"max_tokens": 1 if asked == 0 else asked, "logprobs": body.logprobs, "prompt_logprobs": scores}
-    return sampling_params(body, client.generation_defaults, {}, **fixed)
+    return sampling_params(body, client.generation_defaults, {}, **fixed, structured_outputs=outputs)
 
 
 @dataclass
@@ -184,17 +188,22 @@ async def create_completion(request: Request) -> Response:
     body = await context.read(request, CompletionRequest)
     model = context.resolve_model(body.model)
     request_id = new_id("cmpl")
+    shown_id = answer_id("cmpl", request_id, body.request_id)
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
     client.check_room()
-    params = completion_params(body, client)
+    bound = await bind_completion(body, client.check_structured_outputs)
+    warnings += bound.warnings
+    params = completion_params(body, client, bound.outputs)
     prompts = await encode_prompts(client, body.prompt)
     if len(prompts) * params.n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={params.n} exceed {MAX_CHOICES} answers.", "prompt")
     jobs = [(ids, fit_context(params, len(ids), client.max_model_len, "prompt")) for ids in prompts]
     generation = await Generation.start(client, request_id, jobs)
-    envelope = Envelope(request_id, model, warnings, body, UsageCounter(sum(map(len, prompts))))
+    envelope = Envelope(
+        shown_id, model, warnings, body, UsageCounter(sum(map(len, prompts))), client.system_fingerprint
+    )
     call = CompletionCall(body, client, prompts, params, envelope, generation)
     if body.stream:
         return EventStream(call.events(), generation.close)

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.server.errors import bad_request
 from engine.server.protocol import RequestModel, SamplingFields
+from engine.server.structured import unknown_keys
 
 logger = logging.getLogger("turnout.server")
 
@@ -22,29 +23,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": NOTHING,
     "custom_logit_processor": NOTHING,
     "documents": NOTHING,
-    "ebnf": NOTHING,
     "function_call": (None, "none", "auto"),
     "functions": NOTHING,
-    "grammar": NOTHING,
-    "guided_choice": NOTHING,
-    "guided_grammar": NOTHING,
-    "guided_json": NOTHING,
-    "guided_regex": NOTHING,
     "include_reasoning": (None, True),
-    "json_schema": NOTHING,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": NOTHING,
     "modalities": (None, ["text"]),
     "partial": NOTHING,
     "prompt_embeds": NOTHING,
     "reasoning": NOTHING,
-    "regex": NOTHING,
-    "response_format": (None, {"type": "text"}),
     "separate_reasoning": (None, True),
     "stop_regex": NOTHING,
     "stream_reasoning": (None, True),
     "structural_tag": NOTHING,
-    "structured_outputs": NOTHING,
     "suffix": NOTHING,
     "thinking_budget": (None,),
     "thinking_token_budget": (None,),
@@ -54,10 +45,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Notes to the provider that never bear on an answer.
 SILENT = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
+# Wishes that this server grants anyway; others are ignored and reported.
+GRANTED: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default")}
 
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other
+
+
+def _is_settled(name: str, value: Any) -> bool:
+    return value is None or name in UNSUPPORTED or name in SILENT or value in GRANTED.get(name, ())
 
 
 def check_extra_fields(body: RequestModel, request_id: str) -> list[str]:
@@ -66,10 +63,11 @@ def check_extra_fields(body: RequestModel, request_id: str) -> list[str]:
     for name, harmless in UNSUPPORTED.items():
         if name in extra and not any(_same(extra[name], value) for value in harmless):
             raise bad_request(f"{name} is not supported yet; leave it out.", name)
-    ignored = [name for name, value in extra.items() if value is not None and name not in {*UNSUPPORTED, *SILENT}]
-    options = body.stream_options if isinstance(body, SamplingFields) else None
-    if options is not None:
-        ignored += [f"stream_options.{name}" for name in options.model_extra or {}]
+    ignored = [name for name, value in extra.items() if not _is_settled(name, value)]
+    if isinstance(body, SamplingFields):
+        options = body.stream_options
+        ignored += [f"stream_options.{name}" for name in (options and options.model_extra) or {}]
+        ignored += unknown_keys(body)
     warnings = [f"{name[:80]} has no effect on this server and was ignored." for name in ignored[:32]]
     if warnings:
         logger.warning("request %s: ignored fields %s", request_id, ", ".join(ascii(n[:80]) for n in ignored[:32]))

@@ -62,26 +62,26 @@ class Generation:
 
 @dataclass
 class Envelope:
-    """What every answer and chunk of one call has in common."""
+    """What every answer and chunk of one call has in common. `fingerprint` changes with the build and its settings."""
 
     id: str
     model: str
     warnings: list[str]
     body: SamplingFields
     usage: UsageCounter
+    fingerprint: str
 
     def __post_init__(self) -> None:
         self._created = int(time.time())
         self._first = True
 
     def answer(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
-        head |= {"usage": self.usage.to_dict()} | more
+        head = self._head(kind, choices) | {"usage": self.usage.to_dict()} | more
         return head | ({"warnings": self.warnings} if self.warnings else {})
 
     def chunk(self, kind: str, choice: dict[str, Any], **first: Any) -> dict[str, Any]:
         """One event. The first carries the warnings and `first`; usage comes along if asked for, null until the end."""
-        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": [choice]}
+        head = self._head(kind, [choice])
         options = self.body.stream_options
         if options is not None and options.continuous_usage_stats:
             head["usage"] = self.usage.to_dict()
@@ -97,5 +97,8 @@ class Envelope:
         options = self.body.stream_options
         if options is None or not options.include_usage:
             return []
-        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": []}
-        return [head | {"usage": self.usage.to_dict()}]
+        return [self._head(kind, []) | {"usage": self.usage.to_dict()}]
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
+        return head | {"system_fingerprint": self.fingerprint, "choices": choices}

@@ -15,6 +15,8 @@ from engine.chat_messages import ROLES
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+FORMATS = ("text", "json_object", "json_schema")
+REQUEST_ID = r"[A-Za-z0-9_.:\-]{1,128}"
 TEXT = {"type": "string", "minLength": 1}
 INTEGER_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 STRING_LIST = {"type": "array", "items": TEXT, "minItems": 1}
@@ -107,7 +109,18 @@ class SamplingFields(RequestModel):
     stream_options: StreamOptions | None = None
     priority: int | None = documented(minimum=-(2**31), maximum=2**31 - 1)
     cache_salt: str | None = documented(minLength=1, maxLength=MAX_SALT_LENGTH)
+    request_id: str | None = documented(pattern=f"^{REQUEST_ID}$")
     user: str | None = None
+    response_format: dict[str, Any] | None = documented(properties={"type": {"enum": list(FORMATS)}}, required=["type"])
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    grammar: str | None = None
 
 
 class ChatFields(RequestModel):
@@ -116,6 +129,7 @@ class ChatFields(RequestModel):
     messages: list[dict[str, Any]] = Field(json_schema_extra={"minItems": 1, "items": MESSAGE})
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     enable_thinking: bool | None = None
@@ -126,6 +140,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     max_completion_tokens: int | None = documented(minimum=1)
     logprobs: bool | None = None
     top_logprobs: int | None = documented(minimum=0, maximum=MAX_LOGPROBS)
+    include_reasoning: bool | None = None
 
 
 class CompletionRequest(SamplingFields):

@@ -133,6 +133,7 @@ class Answer(ResponseModel):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     warnings: list[str] | None = None
 
 

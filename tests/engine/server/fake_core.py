@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.comm.meter import KINDS
 from engine.errors import InvalidRequestError
+from engine.grammar.grammars import Grammars
 from engine.request import CompletionDelta, Logprob, RequestMetrics
 from engine.sampling_params import SamplingParams
 from engine.stats import AnswerStats, EngineStats, SpeculationSnapshot
@@ -54,6 +56,7 @@ class FakeCore:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     max_num_seqs: int = 10**6
+    config: str = "the configuration"
 
     def __post_init__(self) -> None:
         self.vocab_size = self.tokenizer.vocab_size
@@ -74,6 +77,10 @@ class FakeCore:
         params.check_vocab(self.vocab_size)
         if not all(0 <= token < self.vocab_size for token in prompt_token_ids):
             raise InvalidRequestError("prompt holds a token id outside the vocabulary.", param="prompt")
+
+    @cached_property
+    def check_structured_outputs(self):
+        return Grammars(self.tokenizer, self.vocab_size).check
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.requests.append((request_id, prompt_token_ids, params))

@@ -1,0 +1,108 @@
+"""Grammar text: a constraint as the engine takes it, or as a rule of llguidance's Lark dialect.
+
+What works on a whole grammar may take long for a large one and belongs in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from engine.errors import InvalidRequestError
+from engine.grammar.bounds import MAX_TEXT
+from engine.grammar.compiler import WHITESPACE
+from engine.server.structured import Constraint
+from engine.structured_outputs import StructuredOutputs
+
+MAX_MESSAGE = 300
+_QUOTATION = re.compile(r" \d+ \| .*")
+# What does not say what a value may be.
+ANNOTATIONS = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly")
+OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+OF_VALUES = ("enum", "const")
+# `oneOf` is taken as `anyOf`: that exactly one alternative fits cannot be enforced while text grows.
+OPTIONS = {"coerce_one_of": True, "whitespace_pattern": WHITESPACE}
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled; the message says why, in one line."""
+
+
+def lark_of(text: str) -> str:
+    """`text`, a grammar in Lark or GBNF, as Lark. Raises GrammarError."""
+    if len(text) > MAX_TEXT:
+        raise GrammarError(f"it has {len(text)} characters, more than the {MAX_TEXT} allowed")
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        wanted = "give Lark with a rule start, or GBNF with a rule root"
+        raise GrammarError(f"it is not a grammar ({' '.join(str(error).split())[:MAX_MESSAGE]}); {wanted}") from None
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+
+
+def schema_with_options(schema: Any, is_lenient: bool = False) -> Any:
+    """The schema with the compiler's options; a schema's own options are dropped. Lenient: keywords that cannot be
+    enforced are passed over."""
+    if isinstance(schema, dict):
+        return schema | {"x-guidance": OPTIONS | ({"lenient": True} if is_lenient else {})}
+    return schema
+
+
+def bare(schema: Any) -> Any:
+    """The schema without annotations, which a grammar has no use for and which may be most of its text."""
+    if isinstance(schema, list):
+        return [bare(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in OF_VALUES
+        else {name: bare(item) for name, item in value.items()}
+        if key in OF_NAMES and isinstance(value, dict)
+        else bare(value)
+        for key, value in schema.items()
+        if key not in ANNOTATIONS
+    }
+
+
+def outputs_of(constraint: Constraint, is_lenient: bool = False) -> StructuredOutputs:
+    """Bound from the first token. Raises GrammarError."""
+    value = constraint.value
+    if constraint.kind == "json":
+        value = schema_with_options(value, is_lenient)
+    elif constraint.kind == "grammar":
+        value = lark_of(value)
+    return StructuredOutputs(**{constraint.kind: value})
+
+
+def rule_of(constraint: Constraint, is_lenient: bool = False) -> str:
+    """The right side of a Lark rule for the constraint. Raises GrammarError for a grammar, which is many rules."""
+    if constraint.kind == "json":
+        return f"%json {json.dumps(schema_with_options(constraint.value, is_lenient))}"
+    if constraint.kind == "json_object":
+        return f"%json {json.dumps(schema_with_options({'type': 'object'}))}"
+    if constraint.kind == "choice":
+        return " | ".join(json.dumps(text) for text in constraint.value)
+    if constraint.kind == "regex":
+        return f"/{regex_to_lark(constraint.value, '')}/"
+    raise GrammarError('it cannot be combined with tools that may be called; set tool_choice to "none" or leave it out')
+
+
+def check(outputs: StructuredOutputs, compile_outputs: Callable[[StructuredOutputs], None]) -> None:
+    """Raises GrammarError where `compile_outputs`, the engine's, raises InvalidRequestError."""
+    try:
+        compile_outputs(outputs)
+    except InvalidRequestError as error:
+        raise GrammarError(_reason(str(error))) from None
+
+
+def _reason(message: str) -> str:
+    """Without the engine's own name of the field, and without the quotation that points into the grammar."""
+    _, _, reason = message.rpartition(" cannot be used: ")
+    return _QUOTATION.sub("", " ".join(reason.split()))[:MAX_MESSAGE].rstrip(". ^")
