@@ -23,7 +23,7 @@ class Ticket(BaseModel):
     reporter: Person
 
 
-class GetWeather(BaseModel):
+class get_weather(BaseModel):  # the model knows tools by such names
     """Get the weather in a city"""
 
     city: str
@@ -70,8 +70,8 @@ def parallel(target: Target) -> str:
     """PARALLEL_TOOLS: several calls, as many as the model makes"""
     from collections.abc import Iterable
 
-    calls = list(extract(target, Mode.PARALLEL_TOOLS, Iterable[GetWeather], WEATHER))
-    assert calls and isinstance(calls[0], GetWeather), calls
+    calls = list(extract(target, Mode.PARALLEL_TOOLS, Iterable[get_weather], WEATHER))
+    assert calls and isinstance(calls[0], get_weather), calls
     return str(calls)
 
 
