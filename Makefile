@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: serve test lint install clean
+.PHONY: serve test clients lint install clean
 
 serve: $(STAMP)  ## the server on the bundled checkpoint and its draft; ARGS="--tp 2 --ep 2" for more
 	$(BIN)/python serve.py --draft auto $(ARGS)
 
 test: $(STAMP) lint  ## everything that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+clients: $(STAMP)  ## other people's clients against a real server, each in an environment of its own
+	$(BIN)/python tests/clients/run.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -28,4 +31,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-clients

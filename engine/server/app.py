@@ -58,6 +58,7 @@ def _router() -> APIRouter:
         ("/health", info.health, responses.Health, (500, 503)),
         ("/expert_load", info.expert_load, responses.ExpertLoad, (401, 404, 500, 503)),
         ("/load", info.load, responses.Load, (401, 500, 503)),
+        ("/tokenizer_info", info.tokenizer_info, responses.TokenizerInfo, (401, 500)),
         ("/version", info.version, responses.Version, (401, 500)),
     )
     for path, handler, answer, statuses in gets:

@@ -107,6 +107,15 @@ async def tokenize(request: Request) -> Response:
     return _with_warnings({"tokens": tokens, "count": len(tokens), "max_model_len": client.max_model_len}, body)
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """The names of the tokens that a client of /tokenize needs to know; evaluation tools ask for them first."""
+    client = ServerContext.of(request).client
+    tokenizer = client.tokenizer
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    names = {name: tokenizer.token_bytes(token).decode() for name, token in ids.items()}
+    return json_response(names | {"vocab_size": client.vocab_size, "model_max_length": client.max_model_len})
+
+
 async def detokenize(request: Request) -> Response:
     """The text of `tokens`, special tokens shown."""
     context = ServerContext.of(request)

@@ -156,6 +156,8 @@ class TokenizeRequest(ChatFields):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = documented(items=MESSAGE)
     add_generation_prompt: bool | None = None
+    # vLLM's name, which evaluation tools send. Kimi's tokenizer adds none by itself, so both values mean the same.
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(RequestModel):

@@ -227,6 +227,16 @@ class Tokens(ResponseModel):
     warnings: list[str] | None = None
 
 
+class TokenizerInfo(ResponseModel):
+    """Token names as `tokenizer_config.json` spells them; /tokenize turns each into its one id."""
+
+    bos_token: str
+    eos_token: str
+    pad_token: str
+    vocab_size: int
+    model_max_length: int
+
+
 class DetokenizedPrompt(ResponseModel):
     prompt: str
     warnings: list[str] | None = None

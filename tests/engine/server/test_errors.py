@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.server.harness import HI, error_of, make_core, read_stream, serving
+from engine.server import responses
+from tests.engine.server.harness import HI, check, error_of, make_core, read_stream, serving
 
 CHAT = "/v1/chat/completions"
 POSTS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
@@ -236,7 +237,7 @@ def test_a_bug_in_the_server_shows_no_internals(server, monkeypatch, caplog, req
 
 def test_small_routes(server):
     assert server.post("/tokenize", {"prompt": "a<|im_end|>"}).json()["count"] == 2
-    chat = server.post("/tokenize", {"messages": HI, "add_special_tokens": True}).json()
+    chat = server.post("/tokenize", {"messages": HI, "pooling": True}).json()
     assert chat["tokens"] and chat["count"] == len(chat["tokens"]) and chat["max_model_len"] == 256
     assert chat["warnings"]
     tokens = server.post("/tokenize", {"messages": HI, "add_generation_prompt": False}).json()["tokens"]
@@ -249,6 +250,19 @@ def test_small_routes(server):
         assert server.refusal("/detokenize", {"tokens": tokens})["param"].startswith("tokens")
     assert server.refusal("/tokenize", {"prompt": "a", "messages": HI})["param"] == "prompt"
     assert server.refusal("/tokenize", {})["param"] == "prompt"
+
+
+def test_the_tokenizer_names_its_tokens_to_tools_that_ask(server):
+    """As an evaluation tool does: it finds the names, then their ids one by one, and no special token is added."""
+    with server.http() as http:
+        info = check(responses.TokenizerInfo, http.get("/tokenizer_info").json())
+    assert (info["eos_token"], info["bos_token"], info["pad_token"]) == ("[EOS]", "[BOS]", "[PAD]")
+    assert (info["vocab_size"], info["model_max_length"]) == (server.core.vocab_size, 256)
+    for name in ("eos_token", "bos_token", "pad_token"):
+        answer = server.post("/tokenize", {"prompt": info[name], "add_special_tokens": False}).json()
+        assert answer["count"] == 1 and "warnings" not in answer
+    both = [server.post("/tokenize", {"prompt": "Hi", "add_special_tokens": value}).json() for value in (True, False)]
+    assert both[0] == both[1]
 
 
 def test_the_openapi_page_tells_the_truth(server):
