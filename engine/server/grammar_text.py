@@ -11,15 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequestError
-from engine.grammar.bounds import MAX_TEXT
 from engine.grammar.compiler import WHITESPACE
 from engine.server.structured import Constraint
 from engine.structured_outputs import StructuredOutputs
 
 MAX_MESSAGE = 300
+# The converter's time grows with the square of the rules, a third of a second for 400, and it holds the interpreter.
+MAX_GBNF = 64 * 1024
+MAX_GBNF_RULES = 300
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start[ \t]*:(?!:=))", re.MULTILINE)
 _QUOTATION = re.compile(r" \d+ \| .*")
 # What does not say what a value may be.
 ANNOTATIONS = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly")
@@ -35,15 +38,17 @@ class GrammarError(Exception):
 
 def lark_of(text: str) -> str:
     """`text`, a grammar in Lark or GBNF, as Lark. Raises GrammarError."""
-    if len(text) > MAX_TEXT:
-        raise GrammarError(f"it has {len(text)} characters, more than the {MAX_TEXT} allowed")
+    if _LARK.search(text):
+        return text
+    for what, size, most in (("characters", len(text), MAX_GBNF), ("rules", text.count("::="), MAX_GBNF_RULES)):
+        if size > most:
+            raise GrammarError(f"it has {size} {what}, more than the {most} allowed in GBNF; Lark may have more")
     try:
-        return any_to_lark(text)
-    except GbnfToLarkError as error:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the converter has no class of its own for most of its refusals
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         wanted = "give Lark with a rule start, or GBNF with a rule root"
-        raise GrammarError(f"it is not a grammar ({' '.join(str(error).split())[:MAX_MESSAGE]}); {wanted}") from None
-    except RecursionError:
-        raise GrammarError("it is nested too deeply") from None
+        raise GrammarError(f"it is neither ({reason[:MAX_MESSAGE]}); {wanted}") from None
 
 
 def schema_with_options(schema: Any, is_lenient: bool = False) -> Any:

@@ -2,7 +2,6 @@
 
 Each constraint remembers the field that the client used, for error messages. A request has one: of two the server
 would have to guess which counts. Only "any JSON object" gives way, to a JSON schema, which says the same and more.
-The engine's compiler knows the bounds of size.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.grammar.bounds import MAX_TEXT, check_tree
 from engine.server.errors import bad_request
 from engine.server.protocol import FORMATS, SamplingFields
 
@@ -123,12 +123,18 @@ def _schema(field: str, value: Any) -> dict[str, Any] | bool:
             raise bad_request(f"{field} is not valid JSON; send the schema as an object.", field) from None
     if not isinstance(value, dict | bool):
         raise bad_request(f"{field} must be a JSON schema: an object.", field)
+    try:
+        check_tree(value)
+    except ValueError as error:
+        raise bad_request(f"{field} cannot be used: {error}.", field) from None
     return value
 
 
 def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise bad_request(f"{field} must be a string.", field)
+    if len(value) > MAX_TEXT:
+        raise bad_request(f"{field} has {len(value)} characters; at most {MAX_TEXT} are taken.", field)
     return value
 
 
