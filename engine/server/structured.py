@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.grammar.bounds import MAX_TEXT, check_tree
+from engine.grammar.bounds import MAX_TEXT
 from engine.server.errors import bad_request
 from engine.server.protocol import FORMATS, SamplingFields
 
@@ -119,14 +119,12 @@ def _schema(field: str, value: Any) -> dict[str, Any] | bool:
     if isinstance(value, str):
         try:
             value = json.loads(_text(field, value))
-        except (ValueError, RecursionError):
-            raise bad_request(f"{field} is not valid JSON; send the schema as an object.", field) from None
+            json.dumps(value)  # as it will be written for the engine, from no deeper in the stack
+        except (ValueError, RecursionError) as error:
+            problem = "is nested too deeply" if isinstance(error, RecursionError) else "is not valid JSON"
+            raise bad_request(f"{field} {problem}; send the schema as an object.", field) from None
     if not isinstance(value, dict | bool):
         raise bad_request(f"{field} must be a JSON schema: an object.", field)
-    try:
-        check_tree(value)
-    except ValueError as error:
-        raise bad_request(f"{field} cannot be used: {error}.", field) from None
     return value
 
 
