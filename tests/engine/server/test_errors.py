@@ -293,8 +293,8 @@ def test_a_checkpoint_without_template():
 NAMES = """
     model messages prompt tokens n temperature top_p stop logit_bias stream stream_options tools tool_choice echo
     max_tokens logprobs top_logprobs thinking chat_template_kwargs reasoning_effort response_format role content
-    stop_token_ids min_tokens type text function name arguments structured_outputs guided_json guided_choice regex grammar
-    json_schema schema strict parameters parallel_tool_calls request_id
+    stop_token_ids min_tokens type text function name arguments structured_outputs guided_json guided_choice
+    regex grammar json_schema schema strict parameters parallel_tool_calls request_id
 """
 KEYS = st.sampled_from(NAMES.split())
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
