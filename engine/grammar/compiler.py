@@ -25,7 +25,7 @@ STACK_BYTES = 512 * 2**20
 LIMITS = {"max_grammar_size": 100_000, "initial_lexer_fuel": 1_000_000, "verbose_errors": False}
 # Between two JSON tokens: what printers write. With no bound a model that likes spaces or empty lines may write nothing
 # else until its budget ends.
-WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+WHITESPACE = r" {1,4}|\r?\n( {0,64}|\t{0,16})"
 _MAX_REASON = 300
 
 
@@ -73,7 +73,7 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(self._tokenizer)
         try:
             grammar = _GRAMMARS[kind](text)
-        except ValueError as error:
+        except bounds.Refusal as error:
             raise _refusal(kind, str(error)) from None
         matcher = self._vocabulary.matcher(grammar, llguidance.LLParserLimits(**LIMITS))
         if matcher.is_error():
@@ -109,8 +109,14 @@ def _text(structured: StructuredOutputs) -> str:
 def _json_schema(text: str) -> str:
     import llguidance
 
-    bounds.check_json(text)
-    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+    schema = bounds.check_json(text)
+    if schema is not True and not isinstance(schema, dict):
+        raise bounds.Refusal("a schema is an object")
+    options = {"whitespace_pattern": WHITESPACE}
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema("{}" if schema is True else text, overrides=options)
+    except ValueError as error:
+        raise bounds.Refusal(str(error)) from None
 
 
 def _regex(text: str) -> str:
