@@ -16,7 +16,7 @@ from engine.kernels.random import gumbel
 from engine.request import Request
 
 _NEVER = float("-inf")
-_FORBID_ROWS = 32  # at a time: some 2 MB each of a vocabulary of 163,840
+_FORBID_ROWS = 16  # at a time, which take some 2 MB each with a vocabulary of 163,840
 _MIN_TEMPERATURE = 1e-5  # below it the draw is the most likely token anyway
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import error_of
 from engine.request import Request
 
 
@@ -88,10 +89,25 @@ class Answer:
                 return
         if not self._begin():
             return
-        if self._matcher.try_consume_tokens([token_id]) == 1:
+        if self._take(token_id) or (self._renew() and self._take(token_id)):
             self._taken.append(token_id)
-        else:
-            self.failure = self._matcher.get_error() or f"it refuses token {token_id}"
+        elif self.failure is None:
+            self.failure = error_of(self._matcher) or f"it refuses token {token_id}"
+
+    def _take(self, token_id: int) -> bool:
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def _renew(self) -> bool:
+        """Puts another matcher in the place of one that met a limit, perhaps by what others have made of the lexer that
+        they share; False if it cannot come as far. So a limit ends an answer only if its own tokens alone lead there,
+        taken step by step, since limits are for a step."""
+        self._matcher = self._compiler.renew(self._structured)
+        for token_id in self._taken:
+            self._matcher.compute_bitmask()
+            if not self._take(token_id):
+                self.failure = error_of(self._matcher) or f"it refuses token {token_id}"
+                return False
+        return True
 
     def _begin(self) -> bool:
         """Whether there is a matcher that is of use."""
@@ -103,18 +119,15 @@ class Answer:
         return self.failure is None
 
     def _return(self, is_free: bool, num_taken: int, failure: str | None, may_end: bool) -> None:
-        """To where the answer stood before its guesses. A matcher that met a limit behind one has no way back, so it is
-        made anew."""
+        """To where the answer stood before its guesses. A matcher that met a limit behind one has no way back."""
         self._may_end = may_end
         more = len(self._taken) - num_taken
         del self._taken[num_taken:]
         self._is_free, self.failure = is_free, failure
         if self._matcher is None or failure is not None:
             return
-        if self._matcher.is_error() or not (more == 0 or self._matcher.rollback(more)):
-            self._matcher = None
-            if self._begin() and self._matcher.try_consume_tokens(self._taken) != num_taken:
-                self.failure = self._matcher.get_error() or "it refuses what it took before"
+        if self._matcher.is_error() or (more and not self._matcher.rollback(more)):
+            self._renew()
 
     def _fill(self, row_B: np.ndarray, address: int, num_output: int) -> bool:
         """One row; False if it binds nothing."""
@@ -131,9 +144,12 @@ class Answer:
 
     def _fill_bound(self, row_B: np.ndarray, address: int, must_go_on: bool) -> None:
         vocabulary = self._compiler.vocabulary
-        self._matcher.unsafe_compute_mask_ptr(address, vocabulary.num_words * 4)
+        num_bytes = vocabulary.num_words * 4
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        if self._matcher.is_error() and self._renew():
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         if self._matcher.is_error():
-            self.failure = self._matcher.get_error()
+            self.failure = self.failure or error_of(self._matcher)
             row_B[:] = 0
             return
         word = int(row_B[vocabulary.end_word])

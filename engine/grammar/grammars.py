@@ -38,7 +38,7 @@ class Grammars:
                     "entries.",
                     "structured_outputs",
                 )
-        self._compiler.submit(structured).result()
+        self._compiler.check(structured)
 
     def expect(self, request: Request) -> None:
         """Compiles on another thread what the request needs, while its prompt is computed."""

@@ -23,6 +23,11 @@ class _Wrapper:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
 
 
+def error_of(matcher: Any) -> str:
+    """What is wrong with an LLMatcher, in one line; empty if nothing is."""
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+
+
 class Vocabulary:
     """Token ids 0..size - 1 of the tokenizer, and one more that no model has, at `end_id`: its bit in a mask says that
     the grammar may end there. Which real tokens end an answer is the request's affair.

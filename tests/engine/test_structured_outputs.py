@@ -248,6 +248,24 @@ def test_a_dead_end_is_the_error_of_one_answer_alone(plain, guessing, gate):
         assert core.stats().num_finished["error"] > 0
 
 
+EXPLODES = "(([a-z]{1,50}){1,50}){1,50}"
+
+
+def test_b181_a_pattern_that_meets_a_limit_ends_its_own_answer_alone(plain, guessing):
+    """No clock is asked: each engine meets it at the same token."""
+    requests = [
+        (prompt_of(5), bound({"regex": EXPLODES})),
+        (prompt_of(5), bound({"json": {"type": "string", "pattern": f"^{EXPLODES}$"}}, temperature=1.0, seed=1)),
+        (prompt_of(4), bound({"choice": ("yes",)})),
+    ]
+    expected = ask(plain, *requests)
+    teach(guessing, requests, expected, right)
+    assert facts(ask(guessing, *requests)) == facts(expected)
+    for answer in expected[:2]:
+        assert answer.end == ("error", "lexer error: too many expressions constructed")
+    assert (expected[2].text, expected[2].end) == ("yes", ("stop", None))
+
+
 def test_b061_a_pattern_that_is_none_is_refused_and_the_engine_goes_on(plain):
     for structured in ({"json": {"type": "string", "pattern": "["}}, {"regex": "("}, {"grammar": "junk ("}):
         with pytest.raises(InvalidRequestError) as caught:

@@ -136,8 +136,8 @@ def test_a_dead_end_leaves_the_end_alone_and_a_reason():
     assert GRAMMARS.failure(well) is None
 
 
-def test_a_guess_that_meets_a_limit_costs_the_answer_nothing(monkeypatch):
-    """The matcher has no way back out of an error."""
+def test_a_limit_met_behind_a_guess_costs_the_answer_nothing():
+    """The matcher has no way back out of an error, so another takes its place."""
     request = request_of({"regex": "(0|1)*0(0|1){9}2"})
     assert rows_of(request, [48]) == [{48, 49}] * 2
     answer = GRAMMARS._answer(request)
@@ -154,9 +154,29 @@ def test_a_guess_that_meets_a_limit_costs_the_answer_nothing(monkeypatch):
         is_error=lambda: len(calls) > 1,
         get_error=lambda: "a limit",
     )
-    assert rows_of(request, [48, 48]) == [{48, 49}, ENDS, ENDS]
+    assert rows_of(request, [48, 48]) == [{48, 49}] * 3
     assert answer.failure is None and answer._matcher is not real
     assert rows_of(request, [48, 48]) == [{48, 49}] * 3
+
+
+def test_a_limit_that_another_answer_has_used_up_ends_no_answer():
+    """Copies of a matcher share a lexer: one that grew too large is useless to all of them at once."""
+    structured = {"regex": "(([a-z]{1,50}){1,50}){1,50}"}
+    alone, first, second, late = (request_of(structured) for _ in range(4))
+    letters = [ord("a") + i % 26 for i in range(60)]
+
+    def tokens_until_a_limit(request: Request, grammars: Grammars, most: int = 60) -> int:
+        while len(request.output_token_ids) < most and rows_of(request, [], grammars=grammars)[0] != ENDS:
+            request.output_token_ids.append(letters[len(request.output_token_ids)])
+        return len(request.output_token_ids)
+
+    expected = tokens_until_a_limit(alone, Grammars(TOKENIZER, 640))
+    assert 10 < expected < 60
+    assert tokens_until_a_limit(first, GRAMMARS, 8) == tokens_until_a_limit(second, GRAMMARS, 8) == 8
+    for request in (first, second, late):
+        assert tokens_until_a_limit(request, GRAMMARS) >= expected
+        request.output_token_ids.append(EOS)
+        assert "too many" in GRAMMARS.failure(request)
 
 
 def test_failures_of_compilation_end_the_answer_alone():
@@ -221,6 +241,16 @@ def test_rules_nested_as_deep_as_allowed_leave_the_stack_whole():
     GRAMMARS.check(StructuredOutputs(json={"$ref": "#/$defs/n0", "$defs": definitions}))
     rules = "\n".join(f'a{i}: "b" a{i + 1} | "c"' for i in range(depth))
     assert expected({"grammar": f'start: a0\n{rules}\na{depth}: "x"'}, [98] * depth) == {ord("x")}
+
+
+def test_a_check_shares_nothing_with_steps():
+    """Rank 0 alone checks; what it moved would count towards limits that other ranks do not meet."""
+    compiler = GrammarCompiler(TOKENIZER)
+    compiler.check(StructuredOutputs(regex="a+"))
+    assert len(compiler._checked) == 1 and not compiler._done
+    matcher = compiler.submit(StructuredOutputs(regex="a+")).result()
+    assert compiler.submit(StructuredOutputs(regex="a+")).result() is matcher
+    assert compiler.renew(StructuredOutputs(regex="a+")) is not matcher and not compiler._done
 
 
 def test_compiled_grammars_are_kept_and_the_oldest_forgotten(monkeypatch):
