@@ -75,12 +75,21 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, rendered with the checkpoint's template; text in messages can never
-        become control tokens. Reasoning and answer come as one text, split by `</think>` as the model writes it."""
+        become control tokens. Reasoning and answer come as one text, split by `</think>` as the model writes it;
+        structured outputs bind what comes after it."""
         if isinstance(self._engine, Follower):
             return self.generate([])
         with self._call() as call:
             prompts = self._render(messages, tools, add_generation_prompt, chat_template_kwargs)
-            return self._run(call, prompts, sampling_params)
+            several = _params_list(sampling_params, len(prompts))
+            return self._run(call, prompts, list(map(self._behind_reasoning, prompts, several)))
+
+    def _behind_reasoning(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        if params.structured_outputs is None:
+            return params
+        tokenizer = self._engine.tokenizer
+        bound = params.structured_outputs.begun_by(prompt, tokenizer.think_begin_id, tokenizer.think_end_id)
+        return replace(params, structured_outputs=bound)
 
     def _render(self, messages: Any, tools: Any, add_generation_prompt: bool, switches: Any) -> list[list[int]]:
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)

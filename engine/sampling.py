@@ -16,7 +16,7 @@ from engine.kernels.random import gumbel
 from engine.request import Request
 
 _NEVER = float("-inf")
-_FORBID_ROWS = 64  # at a time, since a row's mask takes 32 times its words
+_FORBID_ROWS = 16  # at a time, which take some 2 MB each with a vocabulary of 163,840
 _MIN_TEMPERATURE = 1e-5  # below it the draw is the most likely token anyway
 
 
@@ -119,8 +119,9 @@ class LogitShaper:
 
 def forbid(logits_MV: torch.Tensor, rows_R: torch.Tensor, masks_RB: torch.Tensor) -> None:
     """Sets logits to -inf in place, in rows_R (int64) of M, where bit i % 32 of int32 word i // 32 is 0 for token i."""
-    bits = torch.arange(32, dtype=torch.int32, device=logits_MV.device)
-    for rows, masks in zip(rows_R.split(_FORBID_ROWS), masks_RB.split(_FORBID_ROWS), strict=True):
+    bits = torch.arange(8, dtype=torch.uint8, device=logits_MV.device)
+    bytes_RB = masks_RB.view(torch.uint8)
+    for rows, masks in zip(rows_R.split(_FORBID_ROWS), bytes_RB.split(_FORBID_ROWS), strict=True):
         is_forbidden = ((masks.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits_MV.shape[1]] == 0
         logits_MV[rows] = logits_MV[rows].masked_fill(is_forbidden, _NEVER)
 

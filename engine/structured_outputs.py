@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as json_text
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequestError
@@ -45,6 +46,16 @@ class StructuredOutputs:
         for name in ("choice", "begins_after", "begins_at"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def begun_by(
+        self, prompt_token_ids: Sequence[int], think_begin_id: int | None, think_end_id: int | None
+    ) -> StructuredOutputs:
+        """The same for an answer to this prompt: where the prompt leaves it inside the reasoning, it is bound from the
+        reasoning's end on. What says itself where it begins stays as it is."""
+        if self.begins_after or self.begins_at or None in (think_begin_id, think_end_id):
+            return self
+        opens = tuple(prompt_token_ids[-1:]) == (think_begin_id,)
+        return replace(self, begins_after=(think_end_id,)) if opens else self
 
     @property
     def kind(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import error_of
 from engine.request import Request
 
 
@@ -28,7 +29,7 @@ class Ends(NamedTuple):
 
 
 class Answer:
-    """Follows a request's output tokens. Masks are int32 rows of num_words words, bit i of word i // 32 for token i.
+    """Follows a request's output tokens. Masks are uint32 rows of num_words words, bit i of word i // 32 for token i.
 
     It is free until a token has come that the grammar begins after or at; then bound; and failed once the grammar
     refuses a token or allows none, after which only an end is left. It holds no request, so that it goes with it.
@@ -43,6 +44,7 @@ class Answer:
         self._num_read = 0
         self._matcher: Any = None
         self._taken: list[int] = []  # by the matcher
+        self._may_end = False  # at the last token, by the grammar
         self.failure: str | None = None
 
     def follow(self, output_ids: Sequence[int]) -> None:
@@ -51,25 +53,34 @@ class Answer:
             self._read(token_id)
         self._num_read = len(output_ids)
 
-    def fill(self, rows_WB: np.ndarray, output_ids: Sequence[int], guess_ids: Sequence[int]) -> bool:
+    def fill(self, rows_WB: np.ndarray, address: int, output_ids: Sequence[int], guess_ids: Sequence[int]) -> bool:
         """Masks for the row of the last token, and for the row behind each guess as if those before were the answer's
-        tokens. Rows are all ones before; those beyond are made like the last one. False if no row binds.
+        tokens. Rows are zeros before, the first at `address`, one behind the other; those beyond are made like the last
+        one. False if no row binds. A row that is left empty is for `settle`.
 
         Guesses stop at the first that ends the answer or that its row does not allow: no row behind it matters.
         """
         self.follow(output_ids)
-        binds = self._fill(rows_WB[0], len(output_ids))
-        place = self._is_free, len(self._taken), self.failure
-        width = 1
+        self._may_end = False
+        binds, width = self._fill(rows_WB[0], address, len(output_ids)), 1
+        if len(rows_WB) == 1:
+            return binds
+        place = self._is_free, len(self._taken), self.failure, self._may_end
         for guess_id in guess_ids[: len(rows_WB) - 1]:
             if guess_id in self._ends.token_ids or not allows(rows_WB[width - 1], guess_id):
                 break
             self._read(guess_id)
-            binds |= self._fill(rows_WB[width], len(output_ids) + width)
+            binds |= self._fill(rows_WB[width], address + width * rows_WB.strides[0], len(output_ids) + width)
             width += 1
         rows_WB[width:] = rows_WB[width - 1]
         self._return(*place)
         return binds
+
+    def settle(self, row_B: np.ndarray, is_first: bool) -> None:
+        """Nothing but an end is left where a row is empty. is_first: the row is that of the last token."""
+        row_B[:] = self._ends.always if self._ends.token_ids else ALL
+        if is_first and not self._may_end and self.failure is None:
+            self.failure = "it allows no token of this vocabulary"
 
     def _read(self, token_id: int) -> None:
         if self._is_free:
@@ -78,10 +89,25 @@ class Answer:
                 return
         if not self._begin():
             return
-        if self._matcher.try_consume_tokens([token_id]) == 1:
+        if self._take(token_id) or (self._renew() and self._take(token_id)):
             self._taken.append(token_id)
-        else:
-            self.failure = self._matcher.get_error() or f"it refuses token {token_id}"
+        elif self.failure is None:
+            self.failure = error_of(self._matcher) or f"it refuses token {token_id}"
+
+    def _take(self, token_id: int) -> bool:
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def _renew(self) -> bool:
+        """Puts another matcher in the place of one that met a limit, perhaps by what others have made of the lexer that
+        they share; False if it cannot come as far. So a limit ends an answer only if its own tokens alone lead there,
+        taken step by step, since limits are for a step."""
+        self._matcher = self._compiler.renew(self._structured)
+        for token_id in self._taken:
+            self._matcher.compute_bitmask()
+            if not self._take(token_id):
+                self.failure = error_of(self._matcher) or f"it refuses token {token_id}"
+                return False
+        return True
 
     def _begin(self) -> bool:
         """Whether there is a matcher that is of use."""
@@ -92,60 +118,55 @@ class Answer:
                 self.failure = str(error)
         return self.failure is None
 
-    def _return(self, is_free: bool, num_taken: int, failure: str | None) -> None:
-        """To where the answer stood before its guesses. A matcher that met a limit behind one has no way back, so it is
-        made anew."""
+    def _return(self, is_free: bool, num_taken: int, failure: str | None, may_end: bool) -> None:
+        """To where the answer stood before its guesses. A matcher that met a limit behind one has no way back."""
+        self._may_end = may_end
         more = len(self._taken) - num_taken
         del self._taken[num_taken:]
         self._is_free, self.failure = is_free, failure
         if self._matcher is None or failure is not None:
             return
-        if self._matcher.is_error() or not (more == 0 or self._matcher.rollback(more)):
-            self._matcher = None
-            if self._begin() and self._matcher.try_consume_tokens(self._taken) != num_taken:
-                self.failure = self._matcher.get_error() or "it refuses what it took before"
+        if self._matcher.is_error() or (more and not self._matcher.rollback(more)):
+            self._renew()
 
-    def _fill(self, row_B: np.ndarray, num_output: int) -> bool:
+    def _fill(self, row_B: np.ndarray, address: int, num_output: int) -> bool:
         """One row; False if it binds nothing."""
         must_go_on = num_output < self._min_tokens
         if self._is_free:
             # What must match has to begin before it may end; what only may begin need not.
             is_kept = bool(self._after) or must_go_on
             blocked_B = self._ends.always if is_kept else self._ends.always & ~self._ends.freely
-            row_B &= ~blocked_B
+            row_B[:] = ~blocked_B
             return bool(blocked_B.any())
-        if not (self._begin() and self._fill_bound(row_B, must_go_on)) and self._ends.token_ids:
-            row_B[:] = self._ends.always
+        if self._begin():
+            self._fill_bound(row_B, address, must_go_on)
         return True
 
-    def _fill_bound(self, row_B: np.ndarray, must_go_on: bool) -> bool:
-        """False if nothing but an end is left."""
+    def _fill_bound(self, row_B: np.ndarray, address: int, must_go_on: bool) -> None:
         vocabulary = self._compiler.vocabulary
-        row_B[vocabulary.num_words :] = 0
-        allowed_B = row_B[: vocabulary.num_words]
-        self._matcher.unsafe_compute_mask_ptr(allowed_B.ctypes.data, allowed_B.nbytes)
-        word, bit = divmod(vocabulary.end_id, 32)
-        may_end = allows(row_B, vocabulary.end_id)
-        allowed_B[word] &= ~bit_of(bit)
+        num_bytes = vocabulary.num_words * 4
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        if self._matcher.is_error() and self._renew():
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         if self._matcher.is_error():
-            self.failure = self._matcher.get_error()
-        elif allowed_B.any():
-            if may_end and not must_go_on:
+            self.failure = self.failure or error_of(self._matcher)
+            row_B[:] = 0
+            return
+        word = int(row_B[vocabulary.end_word])
+        self._may_end = bool(word & vocabulary.end_bit)
+        if self._may_end:
+            row_B[vocabulary.end_word] = word & ~vocabulary.end_bit
+            if not must_go_on:
                 row_B |= self._ends.freely
-            return True
-        elif not may_end:
-            self.failure = "it allows no token of this vocabulary"
-        return False
 
 
-def bit_of(bit: int) -> np.int32:
-    return np.uint32(1 << bit).astype(np.int32)
+ALL = np.uint32(2**32 - 1)
 
 
 def mask_of(token_ids: Iterable[int], num_words: int) -> np.ndarray:
-    mask = np.zeros(num_words, dtype=np.int32)
+    mask = np.zeros(num_words, dtype=np.uint32)
     for token_id in token_ids:
-        mask[token_id // 32] |= bit_of(token_id % 32)
+        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
     return mask
 
 

@@ -27,21 +27,24 @@ _HEADER = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^\n:|]*:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
+class Refusal(Exception):
+    """What is wrong, as the rest of a sentence. All checks raise it."""
+
+
 def check_length(text: str, most: int = MAX_TEXT) -> None:
-    """This check and the others raise ValueError with what is wrong, as the rest of a sentence."""
     if len(text) > most:
-        raise ValueError(f"it has {len(text)} characters, more than the {most} allowed")
+        raise Refusal(f"it has {len(text)} characters, more than the {most} allowed")
 
 
 def check_json(text: str) -> Any:
-    """The value of a schema's text, which is within bounds."""
+    """The value of a JSON text."""
     check_length(text)
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MAX_NESTING} levels") from None
+        raise Refusal(f"it is nested deeper than {MAX_NESTING} levels") from None
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
+        raise Refusal(f"it is no JSON ({error})") from None
     check_tree(value)
     return value
 
@@ -51,11 +54,11 @@ def check_tree(value: Any) -> None:
     while level:
         for node in level:
             if isinstance(node, dict) and len(node) > MAX_KEYS:
-                raise ValueError(f"an object in it has {len(node)} keys, more than the {MAX_KEYS} allowed")
+                raise Refusal(f"an object in it has {len(node)} keys, more than the {MAX_KEYS} allowed")
         level = [child for node in level for child in _children(node)]
         depth += 1
         if level and depth > MAX_NESTING:
-            raise ValueError(f"it is nested deeper than {MAX_NESTING} levels")
+            raise Refusal(f"it is nested deeper than {MAX_NESTING} levels")
 
 
 def _children(node: Any) -> Iterator[Any]:
@@ -67,14 +70,14 @@ def check_lark(text: str) -> None:
     check_length(text)
     text = _PLAIN.sub(lambda match: " " * len(match.group()), _without_blocks(text))
     if '"' in text or "/" in text:
-        raise ValueError("a string or regular expression in it does not end on the line where it begins")
+        raise Refusal("a string or regular expression in it does not end on the line where it begins")
     for what, count, most in (
         ("lines", text.count("\n"), MAX_RULES),
         ("alternatives", text.count("|"), MAX_ALTERNATIVES),
         ("rules that refer to rules in turn", _rule_depth(text), MAX_RULE_DEPTH),
     ):
         if count > most:
-            raise ValueError(f"it has {count} {what}, more than the {most} allowed")
+            raise Refusal(f"it has {count} {what}, more than the {most} allowed")
 
 
 def _without_blocks(text: str) -> str:
@@ -84,7 +87,7 @@ def _without_blocks(text: str) -> str:
         try:
             value, end = json.JSONDecoder().raw_decode(text, match.end())
         except (ValueError, RecursionError):
-            raise ValueError(f"the JSON behind {match.group().strip()} in it cannot be read") from None
+            raise Refusal(f"the JSON behind {match.group().strip()} in it cannot be read") from None
         check_tree(value)
         pieces.append(text[position : match.start()])
         position = end
@@ -94,10 +97,10 @@ def _without_blocks(text: str) -> str:
 def _rule_depth(text: str) -> int:
     """At least as many rules as the longest chain of references has: all of those in or above a cycle count."""
     headers = list(_HEADER.finditer(text))
-    ends = [header.start() for header in headers[1:]] + [len(text)]
+    ends = [*(header.start() for header in headers), len(text)][1:]
     names = {header.group(1) for header in headers}
     refers: dict[str, set[str]] = {name: set() for name in names}
-    for header, end in zip(headers, ends, strict=True):
+    for header, end in zip(headers, ends, strict=False):
         refers[header.group(1)] |= names.intersection(_NAME.findall(text, header.end(), end))
     depth = 0
     while leaves := [name for name, others in refers.items() if not others & refers.keys()]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections import OrderedDict
@@ -13,7 +14,7 @@ import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.grammar import bounds
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.vocabulary import Vocabulary, error_of
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer, check_encodable
 
@@ -25,64 +26,97 @@ STACK_BYTES = 512 * 2**20
 LIMITS = {"max_grammar_size": 100_000, "initial_lexer_fuel": 1_000_000, "verbose_errors": False}
 # Between two JSON tokens: what printers write. With no bound a model that likes spaces or empty lines may write nothing
 # else until its budget ends.
-WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,64}"
+WHITESPACE = r" {1,4}|\r?\n( {0,64}|\t{0,16})"
 _MAX_REASON = 300
 
 
-class GrammarCompiler:
-    """Keeps the last MAX_COMPILED results, refusals included. Any thread may call it."""
+class _Worker:
+    """One thread with a large stack, started by the first call."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._done: OrderedDict[tuple[str, str], Future] = OrderedDict()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+    def __init__(self, name: str):
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._has_thread = False
-        self._vocabulary: Vocabulary | None = None
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Of the grammars compiled so far."""
-        return self._vocabulary
-
-    def submit(self, structured: StructuredOutputs) -> Future:
-        """Its result: an LLMatcher at the grammar's start, to be copied and not to be moved, so that it is the same
-        whoever had it before. It raises InvalidRequestError."""
-        key = (structured.kind, _text(structured))
-        with self._lock:
-            future = self._done.pop(key, None) or self._start(*key)
-            self._done[key] = future
-            while len(self._done) > MAX_COMPILED:
-                self._done.popitem(last=False)
-        return future
-
-    def _start(self, kind: str, text: str) -> Future:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        """Not from two threads at once."""
         if self._has_thread:
-            return self._worker.submit(self._compile, kind, text)
-        before = threading.stack_size(STACK_BYTES)  # of the thread that this starts
+            return self._pool.submit(function, *arguments)
+        before = threading.stack_size(STACK_BYTES)
         try:
-            return self._worker.submit(self._compile, kind, text)
+            return self._pool.submit(function, *arguments)
         finally:
             threading.stack_size(before)
             self._has_thread = True
 
-    def _compile(self, kind: str, text: str) -> Any:
-        import llguidance
 
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self._tokenizer)
-        try:
-            grammar = _GRAMMARS[kind](text)
-        except ValueError as error:
-            raise _refusal(kind, str(error)) from None
-        matcher = self._vocabulary.matcher(grammar, llguidance.LLParserLimits(**LIMITS))
-        if matcher.is_error():
-            raise _refusal(kind, matcher.get_error())
-        first = matcher.deep_copy()
-        mask = np.frombuffer(first.compute_bitmask(), dtype=np.int32)
-        if first.is_error() or not mask.any():
-            raise _refusal(kind, f"nothing matches it. {first.get_error()}")
-        return matcher
+class GrammarCompiler:
+    """Keeps the last MAX_COMPILED results of each kind, refusals included.
+
+    Copies of a matcher share their lexer, which grows as they move and counts towards its limits, and which an error of
+    one makes useless to all. So matchers of a step's requests come from `submit` alone, which all ranks call alike, and
+    `check`, which only rank 0 calls, shares nothing with them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._checked: OrderedDict[tuple[str, str], Future] = OrderedDict()
+        self._done: OrderedDict[tuple[str, str], Future] = OrderedDict()
+        self._checks, self._steps = _Worker("grammar check"), _Worker("grammar")
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            return Vocabulary(self._tokenizer)
+
+    def check(self, structured: StructuredOutputs) -> None:
+        """Raises InvalidRequestError for what cannot be compiled. Any thread may call it."""
+        key = (structured.kind, _text(structured))
+        with self._lock:
+            future = _kept(self._checked, key, lambda: self._checks.submit(self._try, *key))
+        future.result()
+
+    def submit(self, structured: StructuredOutputs) -> Future:
+        """Its result: an LLMatcher at the grammar's start, to be copied. It raises InvalidRequestError."""
+        key = (structured.kind, _text(structured))
+        return _kept(self._done, key, lambda: self._steps.submit(self._compile, *key))
+
+    def renew(self, structured: StructuredOutputs) -> Any:
+        """A matcher with a lexer of its own, which nobody has used; forgets the one that was kept."""
+        key = (structured.kind, _text(structured))
+        self._done.pop(key, None)
+        return self._steps.submit(self._compile, *key).result()
+
+    def _compile(self, kind: str, text: str) -> Any:
+        return _compile(self.vocabulary, kind, text)
+
+    def _try(self, kind: str, text: str) -> None:
+        self._compile(kind, text)
+
+
+def _kept(done: OrderedDict[tuple[str, str], Future], key: tuple[str, str], start: Callable[[], Future]) -> Future:
+    future = done.pop(key, None) or start()
+    done[key] = future
+    while len(done) > MAX_COMPILED:
+        done.popitem(last=False)
+    return future
+
+
+def _compile(vocabulary: Vocabulary, kind: str, text: str) -> Any:
+    import llguidance
+
+    try:
+        grammar = _GRAMMARS[kind](text)
+    except bounds.Refusal as error:
+        raise _refusal(kind, str(error)) from None
+    matcher = vocabulary.matcher(grammar, llguidance.LLParserLimits(**LIMITS))
+    if matcher.is_error():
+        raise _refusal(kind, error_of(matcher))
+    first = matcher.deep_copy()
+    mask = np.frombuffer(first.compute_bitmask(), dtype=np.int32)
+    if first.is_error() or not mask.any():
+        raise _refusal(kind, f"nothing matches it. {error_of(first)}")
+    return matcher
 
 
 def _refusal(kind: str, reason: str) -> InvalidRequestError:
@@ -109,8 +143,14 @@ def _text(structured: StructuredOutputs) -> str:
 def _json_schema(text: str) -> str:
     import llguidance
 
-    bounds.check_json(text)
-    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+    schema = bounds.check_json(text)
+    if schema is not True and not isinstance(schema, dict):
+        raise bounds.Refusal("a schema is an object")
+    options = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}  # one alternative at least: text grows
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema("{}" if schema is True else text, overrides=options)
+    except ValueError as error:
+        raise bounds.Refusal(str(error)) from None
 
 
 def _regex(text: str) -> str:

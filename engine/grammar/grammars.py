@@ -38,7 +38,7 @@ class Grammars:
                     "entries.",
                     "structured_outputs",
                 )
-        self._compiler.submit(structured).result()
+        self._compiler.check(structured)
 
     def expect(self, request: Request) -> None:
         """Compiles on another thread what the request needs, while its prompt is computed."""
@@ -51,15 +51,18 @@ class Grammars:
 
         guesses: of each request those that its W rows verify, fewer than W. Bit i of word i // 32: token i is allowed.
         """
-        masks_NWB = np.full((len(requests), width, self._num_words), -1, dtype=np.int32)
-        bound = []
-        for n, (request, guess_ids) in enumerate(zip(requests, guesses, strict=True)):
-            if self._answer(request).fill(masks_NWB[n], request.output_token_ids, guess_ids):
+        masks_NWB = np.zeros((len(requests), width, self._num_words), dtype=np.uint32)
+        answers, bound = list(map(self._answer, requests)), []
+        address, step = masks_NWB.ctypes.data, masks_NWB.strides[0]
+        for n, (answer, request, guess_ids) in enumerate(zip(answers, requests, guesses, strict=True)):
+            if answer.fill(masks_NWB[n], address + n * step, request.output_token_ids, guess_ids):
                 bound.append(n)
+        for n, w in zip(*np.nonzero(~masks_NWB.any(axis=2)), strict=True):
+            answers[n].settle(masks_NWB[n, w], w == 0)
         rows_NW = np.arange(len(requests) * width).reshape(-1, width)
         if len(bound) < len(requests):
             masks_NWB, rows_NW = masks_NWB[bound], rows_NW[bound]
-        return rows_NW.ravel(), masks_NWB.reshape(-1, self._num_words)
+        return rows_NW.ravel(), masks_NWB.reshape(-1, self._num_words).view(np.int32)
 
     def _answer(self, request: Request) -> Answer:
         answer = self._answers.get(request)
@@ -72,5 +75,8 @@ class Grammars:
         answer = self._answers.pop(request, None)
         if answer is None:
             return None
-        answer.fill(np.full((1, self._num_words), -1, dtype=np.int32), request.output_token_ids[:-1], [])
+        row_1B = np.zeros((1, self._num_words), dtype=np.uint32)
+        answer.fill(row_1B, row_1B.ctypes.data, request.output_token_ids[:-1], [])
+        if not row_1B.any():
+            answer.settle(row_1B[0], is_first=True)
         return answer.failure

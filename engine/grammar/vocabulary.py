@@ -23,11 +23,17 @@ class _Wrapper:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
 
 
+def error_of(matcher: Any) -> str:
+    """What is wrong with an LLMatcher, in one line; empty if nothing is."""
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+
+
 class Vocabulary:
     """Token ids 0..size - 1 of the tokenizer, and one more that no model has, at `end_id`: its bit in a mask says that
     the grammar may end there. Which real tokens end an answer is the request's affair.
 
-    num_words: int32 words of one of llguidance's masks, bit i of word i // 32 for token i.
+    num_words: uint32 words of one of llguidance's masks, bit i of word i // 32 for token i; end_word, end_bit: where
+    that one is.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -36,6 +42,7 @@ class Vocabulary:
 
         self.end_id = tokenizer.vocab_size
         self.num_words = tokenizer.vocab_size // 32 + 1
+        self.end_word, self.end_bit = tokenizer.vocab_size // 32, 1 << tokenizer.vocab_size % 32
         self.tokenizer = llguidance.LLTokenizer(
             TokenizerWrapper(_Wrapper(tokenizer)), n_vocab=self.end_id + 1, eos_token=[self.end_id]
         )

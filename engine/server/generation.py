@@ -36,15 +36,19 @@ class Generation:
         return generation
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, CompletionDelta]]:
-        """Raises 503 if an answer waited too long for its first step, 504 if it took too long, once what it has is
-        read."""
+        """Raises 503 if an answer waited too long for its first step, 504 if it took too long, 400 if its grammar left
+        it nothing to say, once what it has is read."""
         async for number, delta in merge_streams(self._streams, self._wake):
-            if delta.finish_reason != "timeout":
+            if delta.finish_reason not in ("timeout", "error"):
                 yield number, delta
                 continue
             if delta.token_ids or delta.text:
                 yield number, replace(delta, finish_reason=None, stop_reason=None)
-            raise self._timeout(delta)
+            raise self._timeout(delta) if delta.finish_reason == "timeout" else self._dead_end(delta)
+
+    def _dead_end(self, delta: CompletionDelta) -> ApiError:
+        message = f"The answer cannot go on as its grammar wants: {delta.stop_reason}."
+        return ApiError(400, message, code="grammar_dead_end")
 
     def _timeout(self, delta: CompletionDelta) -> ApiError:
         if delta.stop_reason == QUEUE_TIMEOUT:

@@ -37,7 +37,7 @@ def nested(levels: int) -> str:
 )
 def test_the_largest_is_taken_and_what_is_larger_is_refused(check, good, bad, words):
     check(good)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(bounds.Refusal, match=words):
         check(bad)
 
 
@@ -56,5 +56,5 @@ def test_depth_counts_references_and_all_rules_of_a_cycle(text, depth):
         patch.setattr(bounds, "MAX_RULE_DEPTH", depth)
         bounds.check_lark(text)
         patch.setattr(bounds, "MAX_RULE_DEPTH", depth - 1)
-        with pytest.raises(ValueError, match=f"has {depth} rules"):
+        with pytest.raises(bounds.Refusal, match=f"has {depth} rules"):
             bounds.check_lark(text)

@@ -1,5 +1,6 @@
 """The server over the real core and the bundled checkpoint: what the fake core takes for granted, proven once."""
 
+import json
 import socket
 import threading
 import time
@@ -8,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.launch import start_engine
-from tests.engine.server.harness import HI, request_bytes, serving, texts
+from tests.engine.server.harness import HI, read_stream, request_bytes, serving, texts
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
@@ -59,6 +60,17 @@ def test_scoring_a_prompt(server):
     assert scored["logprobs"]["tokens"] == also["logprobs"]["tokens"][:count]
     assert scored["logprobs"]["token_logprobs"][1:] == pytest.approx(also["logprobs"]["token_logprobs"][1:count])
     assert "".join(scored["logprobs"]["tokens"]) == prompt
+
+
+def test_b181_a_pattern_that_meets_a_limit_is_the_error_of_its_own_request(server):
+    """Found while the answer is written: 400, in a stream once what there is was sent; the server goes on."""
+    fields = {"prompt": "a", "max_tokens": 200, "temperature": 0}
+    fields["structured_outputs"] = {"regex": "(([a-z]{1,50}){1,50}){1,50}"}
+    assert server.refusal("/v1/completions", fields)["code"] == "grammar_dead_end"
+    data = read_stream(server.post("/v1/completions", fields | {"stream": True}))
+    assert json.loads(data[-1])["error"]["code"] == "grammar_dead_end"
+    (choice,) = server.complete(prompt="a", max_tokens=9, structured_outputs={"choice": ["yes", "no"]})["choices"]
+    assert choice["text"] in ("yes", "no") and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
