@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.server import info, metrics, responses
 from engine.server.chat import create_chat_completion
@@ -15,7 +16,7 @@ from engine.server.completions import create_completion
 from engine.server.context import ServerContext
 from engine.server.drain import Drain, DrainMiddleware
 from engine.server.errors import install_error_handlers
-from engine.server.middleware import ApiKeyMiddleware, RequestMiddleware
+from engine.server.middleware import ApiKeyMiddleware, HeadMiddleware, RequestMiddleware
 from engine.server.openapi import body_of, install_openapi
 from engine.server.page import page_router
 from engine.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -23,6 +24,8 @@ from engine.server.responses import errors
 from engine.version import __version__
 
 MAX_BODY_BYTES = 32 * 2**20
+SSE_KEEP_ALIVE = 10.0  # seconds
+SHOWN_TO_PAGES = ("x-request-id", "retry-after")
 POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
 ANSWER_ERRORS = (*POST_ERRORS, 429, 504)
 
@@ -82,8 +85,12 @@ def create_app(
     served_model_names: Sequence[str],
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
+    allow_origins: Sequence[str] = (),
+    sse_keep_alive: float = SSE_KEEP_ALIVE,
 ) -> FastAPI:
-    """The ASGI app. With `api_keys` every route but /health and the page asks for one of them.
+    """The ASGI app. With `api_keys` every route but the open ones asks for one of them; the app closes `client` at the
+    end. Web pages from `allow_origins` may call it. A stream with nothing to send for `sse_keep_alive` seconds sends a
+    comment; 0: never.
 
     The app closes `client` at its end; `app.state.drain` stops it from taking new calls.
 
@@ -107,13 +114,28 @@ def create_app(
         redirect_slashes=False,
     )
     drain = app.state.drain = Drain(client)
-    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain)
+    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain, sse_keep_alive)
     app.include_router(_router())
     app.include_router(page_router())
     install_error_handlers(app)
     install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
-    if api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=tuple(api_keys))
-    app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(RequestMiddleware)
+    _wrap(app, drain, tuple(api_keys), tuple(allow_origins))
     return app
+
+
+def _wrap(app: FastAPI, drain: Drain, api_keys: tuple[str, ...], allow_origins: tuple[str, ...]) -> None:
+    """The last one added sees a request first: the browser's question about origins comes without a key, and what
+    refuses a call is told to web pages too."""
+    app.add_middleware(HeadMiddleware)
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys)
+    app.add_middleware(DrainMiddleware, drain=drain)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allow_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=SHOWN_TO_PAGES,
+        )
+    app.add_middleware(RequestMiddleware)

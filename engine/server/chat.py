@@ -175,5 +175,5 @@ async def create_chat_completion(request: Request) -> Response:
     envelope = Envelope(shown_id, model, warnings, body, UsageCounter(num_prompt_tokens), client.system_fingerprint)
     call = ChatCall(body, client, prompt, params, envelope, generation)
     if body.stream:
-        return EventStream(call.events(), generation.close)
+        return EventStream(call.events(), generation.close, context.sse_keep_alive)
     return await finish_unless_disconnected(request, call.answer(), generation.close)

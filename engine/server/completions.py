@@ -206,5 +206,5 @@ async def create_completion(request: Request) -> Response:
     )
     call = CompletionCall(body, client, prompts, params, envelope, generation)
     if body.stream:
-        return EventStream(call.events(), generation.close)
+        return EventStream(call.events(), generation.close, context.sse_keep_alive)
     return await finish_unless_disconnected(request, call.answer(), generation.close)

@@ -37,12 +37,13 @@ def answer_id(prefix: str, own_id: str, given: str | None) -> str:
 @dataclass(frozen=True)
 class ServerContext:
     """`served_model_names` are the names that requests may use, the first being the one that answers carry when a
-    request names none."""
+    request names none. sse_keep_alive: seconds without an event after which a stream sends a comment, 0 for never."""
 
     client: EngineClient
     served_model_names: tuple[str, ...]
     max_body_bytes: int
     drain: Drain
+    sse_keep_alive: float
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod

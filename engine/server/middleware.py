@@ -20,7 +20,8 @@ from engine.server.transport import OUTCOME
 
 logger = logging.getLogger("turnout.access")
 
-OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
+# As they stand in the request; to be read without a key.
+OPEN_PATHS = frozenset(path.encode() for path in {"/health"} | PAGE_PATHS)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
 
 
@@ -62,15 +63,33 @@ class RequestMiddleware:
             logger.info("%s %s %d %s %.0f ms %s", scope["method"], path, status, outcome, elapsed, request_id)
 
 
+class HeadMiddleware:
+    """Answers HEAD as GET would be answered, without the body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send(message | {"body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app(dict(scope, method="GET"), receive, send_head)
+
+
 class ApiKeyMiddleware:
-    """Lets nothing but /health and the page through without one of the keys, unknown routes and /docs included."""
+    """Lets nothing but reading OPEN_PATHS through without one of the keys: unknown routes, other spellings of a path
+    and the OpenAPI page ask for one too."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(Headers(scope=scope)):
+        if scope["type"] == "lifespan" or _is_open(scope) or self._knows(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         message = "The API key is absent or wrong; send the header Authorization: Bearer KEY."
@@ -83,3 +102,7 @@ class ApiKeyMiddleware:
         # Compares with every key: the time taken tells nothing about them.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope.get("method") in ("GET", "HEAD") and scope.get("raw_path") in OPEN_PATHS

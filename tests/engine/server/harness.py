@@ -61,6 +61,7 @@ class RunningServer:
     url: str
     port: int
     drain: Drain
+    app: Any
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False, **options)
@@ -215,7 +216,7 @@ def serving(core: Any = None, **options: Any) -> Iterator[RunningServer]:
     assert started.wait(10)
     port = listener.getsockname()[1]
     try:
-        yield RunningServer(core, client, f"http://127.0.0.1:{port}", port, app.state.drain)
+        yield RunningServer(core, client, f"http://127.0.0.1:{port}", port, app.state.drain, app)
     finally:
         server.should_exit = True
         thread.join(10)
