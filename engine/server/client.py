@@ -48,7 +48,7 @@ class EngineClient:
 
     `on_error` is called once, in the core thread, with the exception that ended the engine. `close` ends the thread
     and shuts the core down; requests still running then fail with EngineDeadError. At most `max_queued_requests`
-    answers wait for their first step.
+    answers wait for a seat in the steps.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EngineClient:
         self._closing = False
         self._error: BaseException | None = None
         self._refusal: Exception | None = None
-        self._line = WaitingLine(max_queued_requests)
+        self._line = WaitingLine(max_queued_requests, core.num_seats)
         self._rejected = {"queue_timeout": 0, "draining": 0}
         self._parse_errors = dict.fromkeys(PARSE_ERRORS, 0)
         self._running: dict[str, _Running] = {}
@@ -216,7 +216,7 @@ class EngineClient:
                 if self._core.has_unfinished():
                     self._deliver(self._core.step())
                 with self._work:
-                    self._line.follow_core(self._core.num_unbegun, self._core.num_begun)
+                    self._follow_core()
             self._fail_all(EngineDeadError("the engine was closed"))
         except BaseException as exc:  # whatever it is, clients must hear of it: a dead thread answers nobody
             self._end(exc)
@@ -265,8 +265,11 @@ class EngineClient:
         with self._work:
             del self._entering[job.request_id]
             self._line.leave_entrance(job.params.n)
-            self._line.follow_core(self._core.num_unbegun, self._core.num_begun)
+            self._follow_core()
         self._call(stream.loop, stream._accept, refusal)
+
+    def _follow_core(self) -> None:
+        self._line.follow_core(self._core.num_unbegun, self._core.num_begun, self._core.num_free_seats)
 
     def _answer(self, question: Question) -> None:
         try:

@@ -123,6 +123,14 @@ class FakeCore:
     def num_unbegun(self) -> int:
         return sum(sequence.num_tokens == 0 for sequence in self.running.values())
 
+    @property
+    def num_seats(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def num_free_seats(self) -> int:
+        return max(self.max_num_seqs - sum(sequence.num_tokens > 0 for sequence in self.running.values()), 0)
+
     def flush_prefix_cache(self) -> None:
         self.num_flushes += 1
 
