@@ -30,17 +30,19 @@ STUCK_SECONDS = 4.0  # how long after a failure the core's thread is waited for
 
 
 class Job(NamedTuple):
-    """One prompt of a call; `request_id` must be unique."""
+    """One prompt of a call; `request_id` must be unique. call_names: what `end_calls` knows the call by."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    call_names: frozenset[str] = frozenset()
 
 
 @dataclass
 class _Running:
     stream: RequestStream
     num_running: int
+    call_names: frozenset[str]
 
 
 class EngineClient:
@@ -190,6 +192,13 @@ class EngineClient:
                 self._inbox.append(lambda: self._abort(request_id))
                 self._work.notify()
 
+    async def end_calls(self, name: str | None) -> int:
+        """Ends the requests of the calls known by `name`, all for None; their answers finish with reason abort.
+
+        Returns how many requests there were. Raises EngineDeadError if the engine cannot serve.
+        """
+        return await self.ask(lambda core: self._end_calls(core, name))
+
     def _lose_rank(self) -> None:
         """A rank has failed. The core's thread says so to all, unless it hangs itself."""
         with self._work:
@@ -259,7 +268,7 @@ class EngineClient:
         try:
             self._core.validate(job.prompt_token_ids, job.params)
             self._core.add_request(job.request_id, job.prompt_token_ids, job.params)
-            self._running[job.request_id] = _Running(stream, job.params.n)
+            self._running[job.request_id] = _Running(stream, job.params.n, job.call_names)
         except InvalidRequestError as exc:
             refusal = exc
         with self._work:
@@ -284,6 +293,13 @@ class EngineClient:
     def _abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
             self._core.abort_request(request_id)
+
+    def _end_calls(self, core: Any, name: str | None) -> int:
+        """Their readers stay, for the end that the core now says."""
+        ids = [i for i, running in self._running.items() if name is None or name in running.call_names]
+        for request_id in ids:
+            core.abort_request(request_id)
+        return len(ids)
 
     def _deliver(self, deltas: list[CompletionDelta]) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, CompletionDelta]]] = {}

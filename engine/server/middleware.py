@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import re
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.context import new_id
+from engine.server.call_ids import ANSWER_ID, CALL_ID, name_call
 from engine.server.errors import ApiError, as_api_error
 from engine.server.page import OPEN_PATHS as PAGE_PATHS
 from engine.server.transport import OUTCOME
@@ -22,11 +21,11 @@ logger = logging.getLogger("turnout.access")
 
 # As they stand in the request; to be read without a key.
 OPEN_PATHS = frozenset(path.encode() for path in {"/health"} | PAGE_PATHS)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
 
 
 class RequestMiddleware:
-    """Gives every response an `X-Request-Id`, the client's if it sent a sane one, and logs one line, never a prompt."""
+    """Gives every response an `X-Request-Id`, the client's if it sent a sane one, and logs one line, never a prompt: it
+    ends with that id and the answer's, if there is one."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -35,15 +34,14 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else new_id("req")
+        name_call(scope)
         started, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = scope[CALL_ID]
             await send(message)
 
         try:
@@ -60,7 +58,8 @@ class RequestMiddleware:
             outcome = scope.get(OUTCOME, "ok" if 0 < status < 400 else "refused")
             # ascii(): a path may hold anything, a log line must stay one line.
             path = ascii(scope["path"])[1:-1]
-            logger.info("%s %s %d %s %.0f ms %s", scope["method"], path, status, outcome, elapsed, request_id)
+            ids = " ".join(filter(None, (scope[CALL_ID], scope.get(ANSWER_ID))))
+            logger.info("%s %s %d %s %.0f ms %s", scope["method"], path, status, outcome, elapsed, ids)
 
 
 class HeadMiddleware:

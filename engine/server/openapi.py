@@ -18,13 +18,15 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI, request_models: list[type[BaseModel]]) -> None:
+def install_openapi(app: FastAPI, request_models: list[type[BaseModel]], needs_key: bool) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, schemas = models_json_schema([(m, "validation") for m in request_models], ref_template=REF)
             page["components"]["schemas"] |= schemas["$defs"]
             _drop_default_refusals(page)
+            if needs_key:
+                _ask_for_key(page)
             app.openapi_schema = page
         return app.openapi_schema
 
@@ -38,3 +40,9 @@ def _drop_default_refusals(page: dict[str, Any]) -> None:
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         page["components"]["schemas"].pop(name, None)
+
+
+def _ask_for_key(page: dict[str, Any]) -> None:
+    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    page["security"] = [{"key": []}]
+    page["paths"]["/health"]["get"]["security"] = []

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from engine.chat_messages import ROLES
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
+from engine.server.limits import MAX_MESSAGES, MAX_TOOLS
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("text", "json_object", "json_schema")
@@ -126,8 +127,10 @@ class SamplingFields(RequestModel):
 class ChatFields(RequestModel):
     """What decides the prompt of a chat; /tokenize takes the same."""
 
-    messages: list[dict[str, Any]] = Field(json_schema_extra={"minItems": 1, "items": MESSAGE})
-    tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] = Field(
+        json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES, "items": MESSAGE}
+    )
+    tools: list[dict[str, Any]] | None = documented(maxItems=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -163,3 +166,10 @@ class TokenizeRequest(ChatFields):
 class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: list[int] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+
+
+class AbortRequest(RequestModel):
+    """Either `request_id`, which is an answer's `id` or what its sender called the request, or `abort_all`."""
+
+    request_id: str | None = None
+    abort_all: bool | None = None

@@ -102,6 +102,15 @@ class RunningServer:
         return error_of(self.post(path, body), status)
 
 
+def paths_of(routes: list[Any]) -> list[str]:
+    """Of all routes, those of routers that were included with them, whatever the OpenAPI page shows."""
+    paths = []
+    for route in routes:
+        inner = getattr(route, "original_router", None)
+        paths += [route.path] if inner is None else paths_of(inner.routes)
+    return paths
+
+
 def check(model: Any, value: dict[str, Any]) -> dict[str, Any]:
     """`value`, after holding it against the documented shape."""
     model.model_validate(value, strict=True)
