@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.server import admin, info, metrics, responses
@@ -17,7 +18,7 @@ from engine.server.context import ServerContext
 from engine.server.drain import Drain, DrainMiddleware
 from engine.server.errors import install_error_handlers
 from engine.server.middleware import ApiKeyMiddleware, HeadMiddleware, RequestMiddleware
-from engine.server.openapi import body_of, install_openapi
+from engine.server.openapi import body_of, event_of, install_openapi
 from engine.server.page import page_router
 from engine.server.protocol import (
     AbortRequest,
@@ -38,14 +39,15 @@ POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
 ANSWER_ERRORS = (*POST_ERRORS, 429, 504)
 
 
-def _stream_of(name: str) -> dict:
+def _stream_of(model: type[BaseModel]) -> dict:
     """A 200 that is either the JSON of the response model or a stream of events."""
-    description = f"With stream: true a stream of events, each a {name}, ended by [DONE]."
-    return {200: {"description": description, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    name = model.__name__
+    description = f"With stream: true a stream of events, each a {name}, ended by [DONE] or by an ErrorResponse."
+    return {200: {"description": description, "content": {"text/event-stream": {"schema": event_of(model)}}}}
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-STREAMED = {CHAT: "ChatCompletionChunk", COMPLETIONS: "Completion"}
+STREAMED = {CHAT: responses.ChatCompletionChunk, COMPLETIONS: responses.Completion}
 POSTS = (
     (CHAT, create_chat_completion, ChatCompletionRequest, responses.ChatCompletion),
     (f"{CHAT}/render", render_chat, ChatCompletionRequest, responses.RenderedChat),
@@ -136,7 +138,8 @@ def create_app(
     app.include_router(_router())
     app.include_router(page_router())
     install_error_handlers(app)
-    install_openapi(app, list(dict.fromkeys(body for _, _, body, _ in POSTS)), needs_key=bool(api_keys))
+    shown = [*dict.fromkeys(body for _, _, body, _ in POSTS), *STREAMED.values()]
+    install_openapi(app, shown, needs_key=bool(api_keys))
     _wrap(app, drain, tuple(api_keys), tuple(allow_origins))
     return app
 

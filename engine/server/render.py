@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from engine.server.call_ids import new_id
-from engine.server.chat import encode_chat
+from engine.server.chat import chat_params, encode_chat
 from engine.server.context import ServerContext
 from engine.server.fields import check_extra_fields
 from engine.server.protocol import ChatCompletionRequest
@@ -18,12 +18,13 @@ from engine.server.transport import json_response
 async def render_chat(request: Request) -> Response:
     """Takes a request of /v1/chat/completions and returns its prompt, as text and as token ids, and generates nothing.
 
-    A prompt that is longer than the context is rendered too."""
+    What is wrong with the request is refused as there, but for a prompt that is longer than the context."""
     context = ServerContext.of(request)
     body = await context.read(request, ChatCompletionRequest)
     model = context.resolve_model(body.model)
     warnings = check_extra_fields(body, new_id("render"))
     client = context.client
+    chat_params(body, client, prompt_len=0)
     token_ids = (await encode_chat(client, body)).token_ids
     text = await asyncio.to_thread(client.tokenizer.decode, token_ids, skip_special_tokens=False)
     answer = {"model": model, "prompt": text, "prompt_token_ids": token_ids, "count": len(token_ids)}
