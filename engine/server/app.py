@@ -109,8 +109,8 @@ def create_app(
     allow_origins: Sequence[str] = (),
     sse_keep_alive: float = SSE_KEEP_ALIVE,
 ) -> FastAPI:
-    """The ASGI app. With `api_keys` every route but the open ones asks for one of them. Web pages from `allow_origins` may call it. A stream with nothing to send for `sse_keep_alive` seconds sends a
-    comment; 0: never.
+    """The ASGI app. With `api_keys` every route but the open ones asks for one of them. Web pages from `allow_origins`
+    may call it. A stream with nothing to send for `sse_keep_alive` seconds sends a comment; 0: never.
 
     The app closes `client` at its end; `app.state.drain` stops it from taking new calls.
 

@@ -58,6 +58,7 @@ def listen(counter: StatusCounter) -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(counter)
+    logging.getLogger("turnout.server").setLevel(logging.ERROR)  # not a line for every field that was ignored
 
 
 def main() -> int:
