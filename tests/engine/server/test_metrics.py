@@ -26,7 +26,7 @@ NAMES = {
     "counter": """
         steps_total prompt_tokens_total generation_tokens_total num_preemptions_total request_finished_total
         request_rejected_total prefix_cache_query_tokens_total prefix_cache_hit_tokens_total
-        kv_offload_restored_blocks_total comm_rounds_total comm_bytes_total
+        kv_offload_restored_blocks_total comm_rounds_total comm_bytes_total tool_call_parse_errors_total
     """,
     "gauge": """
         num_requests_running num_requests_waiting kv_cache_usage_ratio kv_cache_blocks kv_offload_blocks
