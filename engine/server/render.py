@@ -7,6 +7,7 @@ import asyncio
 from fastapi import Request
 from starlette.responses import Response
 
+from engine.server.binding import bind_chat
 from engine.server.call_ids import new_id
 from engine.server.chat import chat_params, encode_chat
 from engine.server.context import ServerContext
@@ -24,8 +25,11 @@ async def render_chat(request: Request) -> Response:
     model = context.resolve_model(body.model)
     warnings = check_extra_fields(body, new_id("render"))
     client = context.client
-    chat_params(body, client, prompt_len=0)
-    token_ids = (await encode_chat(client, body)).token_ids
+    prompt = await encode_chat(client, body)
+    token_ids = prompt.token_ids
+    bound = await bind_chat(body, prompt.tool_rules, client.tokenizer, token_ids, client.check_structured_outputs)
+    warnings += bound.warnings
+    chat_params(body, client, prompt_len=0, outputs=bound.outputs)
     text = await asyncio.to_thread(client.tokenizer.decode, token_ids, skip_special_tokens=False)
     answer = {"model": model, "prompt": text, "prompt_token_ids": token_ids, "count": len(token_ids)}
     answer["max_model_len"] = client.max_model_len

@@ -57,7 +57,7 @@ class FakeCore:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     max_num_seqs: int = 10**6
-    config: str = "the configuration"
+    config: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         self.vocab_size = self.tokenizer.vocab_size
@@ -66,7 +66,6 @@ class FakeCore:
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.aborted: list[str] = []
         self.ended: list[CompletionDelta] = []
-        self.config = EngineConfig()
         self.num_steps = self.num_begun = self.num_flushes = 0
         self.is_shut_down = False
         self.changed = threading.Condition()
