@@ -35,8 +35,8 @@ TOOL_CALL = {
         "type": {"const": "function"},
         "function": {
             "type": "object",
-            "properties": {"name": TEXT, "arguments": {"type": "string"}},
-            "required": ["name", "arguments"],
+            "properties": {"name": TEXT, "arguments": {"type": ["string", "object", "null"]}},
+            "required": ["name"],
         },
     },
     "required": ["id", "function"],
@@ -213,7 +213,9 @@ class TokenizeRequest(ChatFields):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = documented(items=MESSAGE)
-    thinking: dict[str, Any] | None = None  # without messages it means nothing
+    # Beside a prompt these mean nothing, whatever they hold.
+    tools: list[dict[str, Any]] | None = None
+    thinking: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     # vLLM's name, which evaluation tools send. Kimi's tokenizer adds none by itself, so both values mean the same.
     add_special_tokens: bool | None = None
