@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine import log
 from engine.collector import spare_the_engine
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 LINGER_SECONDS, LAST_SECONDS = 1.0, 6.0
 CLOSE_SECONDS = 1  # for connections to close once every answer has ended
 DRAIN_SECONDS = 25.0  # torchrun kills a rank 30 s after SIGTERM
-MOST_DRAIN_SECONDS = 24 * 3600
+MOST_SECONDS = 24 * 3600
+MOST_BODY_MB = 1024
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -91,11 +92,29 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000)
-    server.add_argument("--api-key", action="append", default=[], help="may be given several times")
+    server.add_argument("--api-key", action="append", default=[], help="may be repeated; other users' ps shows it")
+    server.add_argument("--api-key-file", metavar="FILE", help="one key a line; see that no other user can read it")
+    server.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages from there may call the server (CORS), * for any; may be repeated (default: none)",
+    )
+    server.add_argument("--ssl-certfile", metavar="FILE", help="PEM certificate (chain): serve https")
+    server.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if not in the same file")
+    server.add_argument("--max-body-mb", type=_megabytes, default=32, help="largest request body in MiB; more gets 413")
+    server.add_argument(
+        "--sse-keep-alive",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="a stream with nothing to send sends a comment so often (default 10, 0: never)",
+    )
     server.add_argument("--served-model-name", nargs="+", help="names that requests may use, the first is shown")
     server.add_argument(
         "--drain-timeout",
-        type=_drain_seconds,
+        type=_seconds,
         default=DRAIN_SECONDS,
         metavar="SECONDS",
         help="how long SIGTERM or Ctrl-C lets accepted requests finish (default 25; torchrun kills after 30)",
@@ -108,13 +127,19 @@ def _draft(text: str) -> str | None:
     return None if text == "none" else text
 
 
-def _drain_seconds(text: str) -> float:
+def _megabytes(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text[:9]) <= MOST_BODY_MB):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number of MiB from 1 to {MOST_BODY_MB}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= MOST_DRAIN_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number of seconds from 0 to {MOST_DRAIN_SECONDS}")
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number of seconds from 0 to {MOST_SECONDS}")
     return seconds
 
 
@@ -148,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     listener = _bind(arguments.host, arguments.port)
-    _check_names(arguments)
+    options = _server_options(arguments)
     from engine.launch import start_engine
     from engine.server.app import create_app
     from engine.server.client import EngineClient
@@ -156,12 +181,13 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     _die_at_once_on_signals()
     core, ranks = start_engine(config, must_exit=True)
     _listen(listener, ranks.close)
-    server = _Server(ranks.kill, arguments.drain_timeout)
+    server = _Server(ranks.kill, arguments)
     client = EngineClient(core, server.stop_after_failure, config.max_queued_requests)
     names = arguments.served_model_name or [core.model_name]
-    server.use(create_app(client, served_model_names=names, api_keys=arguments.api_key), arguments.log_level)
+    server.use(create_app(client, served_model_names=names, **options))
     spare_the_engine()
-    place = f"{names[0]} on http://{arguments.host}:{listener.getsockname()[1]}"
+    scheme = "https" if arguments.ssl_certfile else "http"
+    place = f"{names[0]} on {scheme}://{arguments.host}:{listener.getsockname()[1]}"
     server.run(listener, on_ready=lambda: log.logger.info("serving %s", place))
     return 1 if client.error else 0
 
@@ -213,15 +239,24 @@ def _listen(listener: socket.socket, close_ranks: Callable[[], None]) -> None:
         raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
 
 
-def _check_names(arguments: argparse.Namespace) -> None:
+def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `create_app` needs beside the engine. Raises ConfigError."""
+    from engine.server.access import check_certificate, check_origins, collect_keys
+
     if not all(arguments.served_model_name or ["the directory's"]):
         raise ConfigError("--served-model-name is empty; give a name or leave the option out.")
-    if any(not key.strip() for key in arguments.api_key):
-        raise ConfigError("--api-key is empty; give a key or leave the option out.")
-    if not all(key.isascii() and key.isprintable() for key in arguments.api_key):
-        raise ConfigError("--api-key must be printable ASCII, since HTTP headers carry nothing else safely.")
-    if not arguments.api_key and arguments.host not in ("127.0.0.1", "::1", "localhost"):
-        log.logger.warning("listening on %s without --api-key: anyone who can reach it can use it", arguments.host)
+    keys = collect_keys(arguments.api_key, arguments.api_key_file)
+    check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
+    if not keys and arguments.host not in ("127.0.0.1", "::1", "localhost"):
+        log.logger.warning(
+            "listening on %s without --api-key or --api-key-file: anyone who can reach it can use it", arguments.host
+        )
+    return {
+        "api_keys": keys,
+        "allow_origins": check_origins(arguments.allow_origin),
+        "max_body_bytes": arguments.max_body_mb * 2**20,
+        "sse_keep_alive": arguments.sse_keep_alive,
+    }
 
 
 class _Signals:
@@ -250,9 +285,10 @@ class _Server:
 
     While it drains it still listens, so that new calls get a 503 instead of a refused connection."""
 
-    def __init__(self, kill_ranks: Callable[[], None], drain_timeout: float):
+    def __init__(self, kill_ranks: Callable[[], None], arguments: argparse.Namespace):
         self._kill_ranks = kill_ranks
-        self._drain_timeout = drain_timeout
+        self._arguments = arguments
+        self._drain_timeout = arguments.drain_timeout
         self._drain: Drain | None = None
         self._drain_task: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -260,10 +296,18 @@ class _Server:
         self._server = None
         self._failed = False
 
-    def use(self, app, log_level: str) -> None:
+    def use(self, app) -> None:
         import uvicorn
 
-        config = uvicorn.Config(app, log_level=log_level, access_log=False, timeout_graceful_shutdown=CLOSE_SECONDS)
+        config = uvicorn.Config(
+            app,
+            log_level=self._arguments.log_level,
+            access_log=False,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+            ws="none",
+            ssl_certfile=self._arguments.ssl_certfile,
+            ssl_keyfile=self._arguments.ssl_keyfile,
+        )
         self._drain = app.state.drain
         self._server = uvicorn.Server(config)
         self._server.handle_exit = self._handle_signal

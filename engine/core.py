@@ -27,7 +27,7 @@ from engine.request import CompletionDelta, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import NO_GUESSES, GuessPlan, SchedulerOutput
 from engine.speculation import Speculation
-from engine.stats import EngineStats
+from engine.stats import STEP_TOKEN_BOUNDS, EngineStats, Histogram
 from engine.step_budget import StepBudget
 from engine.step_output import ModelRunnerOutput
 from engine.structured_outputs import StructuredOutputs
@@ -73,6 +73,7 @@ class EngineCore:
         self._failure: str | None = None
         self._expert_load: tuple[float, ExpertLoad | None] = 0.0, None
         self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError for a request that can never be served."""
@@ -154,6 +155,18 @@ class EngineCore:
         """Answers that have had it, since the start."""
         return self._outputs.num_begun
 
+    @property
+    def num_seats(self) -> int:
+        """Answers that a step has room for."""
+        return self.replica.scheduler.max_num_seqs
+
+    @property
+    def num_free_seats(self) -> int:
+        """Answers that may begin beside those that have; none while one that could is kept waiting, by memory."""
+        if self.replica.scheduler.is_held_up:
+            return 0
+        return max(self.num_seats - self._outputs.num_going_on, 0)
+
     def unfinished_ids(self) -> list[str]:
         return self._outputs.request_ids()
 
@@ -174,6 +187,8 @@ class EngineCore:
             if self._speculation is not None:
                 self._speculation.observe(output, result)
                 self._speculation.forget(sequence_id for sequence_id, *_ in finish)
+            if output.scheduled:
+                self._step_tokens.observe(output.num_tokens)
             self._outputs.begin(self.replica.launched, now)
             deltas += self._outputs.process(output, result)
         except Exception as error:
@@ -257,6 +272,7 @@ class EngineCore:
             num_restored_blocks=kv_cache.host.num_restored,
             speculation=None if self._speculation is None else self._speculation.snapshot(),
             step_budget=None if self._step_budget is None else self._step_budget.snapshot(),
+            step_tokens=self._step_tokens.snapshot(),
         )
 
     @property

@@ -64,6 +64,11 @@ class OutputProcessor:
         """Sequences that have not had their first step."""
         return len(self._unbegun)
 
+    @property
+    def num_going_on(self) -> int:
+        """Sequences that have had it and have not ended, preempted ones with them."""
+        return len(self._sequences) - len(self._unbegun)
+
     def begin(self, launched: SchedulerOutput, now: float) -> None:
         """Called when a step has been launched, with the time at which it was planned."""
         if not self._unbegun:

@@ -89,6 +89,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in line, as those that run
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._lacks_blocks = False
         self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
         self._num_needing_tokens = 0
@@ -115,6 +116,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the first in line waits for blocks rather than for a seat."""
+        return self._lacks_blocks and bool(self.waiting)
 
     @property
     def needs_known_tokens(self) -> bool:
@@ -159,6 +165,7 @@ class Scheduler:
         if output.scheduled and prefill_limit is not None:
             budget = min(budget, max(prefill_limit, 1))
         prefilling = [r for r in prefilling if r.block_ids]  # those that have not lost their place
+        self._lacks_blocks = bool(output.num_preempted)
         if not output.num_preempted:
             self._admit(prefilling, budget, MOST_RESTORED if output.scheduled else None)
         self._schedule_prefills(output, prefilling, budget)
@@ -189,6 +196,7 @@ class Scheduler:
                 return
             request = self.waiting[0]
             if not self.kv_cache.admit(request, most_restored):
+                self._lacks_blocks = True
                 return
             del self.waiting[0]
             insort(self.running, request, key=_LINE)

@@ -13,6 +13,7 @@ FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_BOUNDS = (0.001, 0.005, *FIRST_TOKEN_BOUNDS)
+STEP_TOKEN_BOUNDS = tuple(float(2**i) for i in range(15))
 END_TO_END_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
@@ -28,16 +29,16 @@ class Distribution:
 
 
 class Histogram:
-    """Counts seconds between fixed bounds."""
+    """Counts values between fixed bounds."""
 
     def __init__(self, bounds: Iterable[float]):
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._total += seconds
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
 
     def snapshot(self) -> Distribution:
         return Distribution(self._bounds, tuple(self._counts), self._total)
@@ -147,6 +148,7 @@ class EngineStats:
 
     kv_cache_blocks: blocks that are "free", "cached" (no request holds them, but one may find them) and "held", which
     are all there are. num_query_tokens: prompt tokens looked for in the prefix cache, num_hit_tokens: those found.
+    step_tokens: rows of a step, guesses included.
     num_host_blocks: cold blocks on the host of a rank; num_restored_blocks: those brought back so far.
     num_steps: steps of the model. num_finished: answers by reason. comm_*: what rank 0 sent, by the kinds of
     engine.comm.meter; comm_seconds has the kinds alone that were timed. comm_choice: as
@@ -178,3 +180,4 @@ class EngineStats:
     step_budget: StepBudgetSnapshot | None = None
     num_host_blocks: int = 0
     num_restored_blocks: int = 0
+    step_tokens: Distribution = field(default_factory=lambda: Histogram(STEP_TOKEN_BOUNDS).snapshot())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -210,26 +213,50 @@ def test_sigkill_of_a_worker_ends_the_server_with_the_reason(small, tmp_path, mo
         assert "rank 1" in program.output and "Traceback" not in program.output, program.output
 
 
-def test_only_the_http_port_is_public(small, tmp_path):
-    """Every socket on which a rank listens is on loopback, and none but rank 0's port speaks HTTP."""
+def test_b178_only_the_http_port_is_public_and_nothing_is_unpickled(small, tmp_path):
+    """Every socket on which a rank listens is on loopback. Junk, frames that promise gigabytes and a pickle that makes
+    a file go to each; the ranks live on and answer."""
+    marker = tmp_path / "made"
+    raw = pickle.dumps(Marker(str(marker)))
     with serving(PYTHON, tmp_path, "--model", small, *TWO_RANKS) as (program, port):
         listening = [address for pid in program.commands() for address in listening_sockets(pid)]
         assert ("127.0.0.1", port) in listening
         public = [f"{host}:{p}" for host, p in listening if not host.startswith("127.") and host != "::1"]
         for host, other in listening:
-            send_junk(host, other)
+            for junk in (
+                raw,
+                struct.pack("!I", len(raw)) + raw,
+                b"\xff" * 4096,
+                b"\0" * 200,
+                b"GET / HTTP/1.1\r\n\r\n",
+            ):
+                send_junk(host, other, junk)
         assert ask_health(port) == 200 and len(program.find("engine.worker")) == 1
-        assert public == [], public
+        assert start_stream(port, 4).status_code == 200
+        assert public == [] and len(listening) > 1 and not marker.exists(), listening
 
 
 def ask_health(port: int) -> int:
     return httpx.get(f"http://127.0.0.1:{port}/health").status_code
 
 
-def send_junk(host: str, port: int) -> None:
-    for junk in (b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.", b"\0" * 200):
-        with socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, port), timeout=5) as peer:
-            peer.sendall(junk)
+class Marker:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def send_junk(host: str, port: int, junk: bytes) -> None:
+    peer = socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, port), timeout=5)
+    with peer, contextlib.suppress(OSError):  # it may hang up before all is sent, or never answer
+        peer.sendall(junk)
+        peer.shutdown(socket.SHUT_WR)
+        peer.settimeout(0.3)
+        peer.recv(1000)
 
 
 def listening_sockets(pid: int) -> list[tuple[str, int]]:

@@ -23,6 +23,7 @@ class PacedCore:
 
     chat_template, failure, generation_defaults, model_name = None, None, {}, "bench"
     num_unbegun = num_begun = 0
+    num_seats = num_free_seats = 1024
 
     def __init__(self, config: Any, tokenizer: Any, period: float):
         self.config, self.tokenizer, self._period = config, tokenizer, period

@@ -7,71 +7,95 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 
-from engine.server import info, metrics, responses
+from engine.server import admin, info, metrics, responses
 from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
 from engine.server.completions import create_completion
 from engine.server.context import ServerContext
 from engine.server.drain import Drain, DrainMiddleware
 from engine.server.errors import install_error_handlers
-from engine.server.middleware import ApiKeyMiddleware, RequestMiddleware
-from engine.server.openapi import body_of, install_openapi
+from engine.server.middleware import ApiKeyMiddleware, HeadMiddleware, RequestMiddleware
+from engine.server.openapi import body_of, event_of, install_openapi
 from engine.server.page import page_router
-from engine.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from engine.server.protocol import (
+    AbortRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from engine.server.render import render_chat
 from engine.server.responses import errors
 from engine.version import __version__
 
 MAX_BODY_BYTES = 32 * 2**20
+SSE_KEEP_ALIVE = 10.0  # seconds
+SHOWN_TO_PAGES = ("x-request-id", "retry-after")
+GET_ERRORS = (401, 500, 503)
 POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
 ANSWER_ERRORS = (*POST_ERRORS, 429, 504)
 
 
-def _stream_of(name: str) -> dict:
+def _stream_of(model: type[BaseModel]) -> dict:
     """A 200 that is either the JSON of the response model or a stream of events."""
-    description = f"With stream: true a stream of events, each a {name}, ended by [DONE]."
-    return {200: {"description": description, "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    name = model.__name__
+    description = f"With stream: true a stream of events, each a {name}, ended by [DONE] or by an ErrorResponse."
+    return {200: {"description": description, "content": {"text/event-stream": {"schema": event_of(model)}}}}
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+STREAMED = {CHAT: responses.ChatCompletionChunk, COMPLETIONS: responses.Completion}
+POSTS = (
+    (CHAT, create_chat_completion, ChatCompletionRequest, responses.ChatCompletion),
+    (f"{CHAT}/render", render_chat, ChatCompletionRequest, responses.RenderedChat),
+    (COMPLETIONS, create_completion, CompletionRequest, responses.Completion),
+    ("/tokenize", info.tokenize, TokenizeRequest, responses.Tokens),
+    ("/v1/tokenize", info.tokenize, TokenizeRequest, responses.Tokens),
+    ("/detokenize", info.detokenize, DetokenizeRequest, responses.DetokenizedPrompt),
+    ("/v1/detokenize", info.detokenize, DetokenizeRequest, responses.DetokenizedPrompt),
+    ("/abort_request", admin.abort_request, AbortRequest, responses.Aborted),
+)
+GETS = (
+    ("/v1/models", info.list_models, responses.ModelList, ()),
+    ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (404,)),
+    ("/health", info.health, responses.Health, ()),
+    ("/health_generate", admin.health_generate, responses.Health, (429, 504)),
+    ("/expert_load", info.expert_load, responses.ExpertLoad, (404,)),
+    ("/load", info.load, responses.Load, ()),
+    ("/version", info.version, responses.Version, ()),
+    ("/server_info", admin.server_info, responses.ServerInfo, ()),
+    ("/tokenizer_info", info.tokenizer_info, responses.TokenizerInfo, ()),
+)
 
 
 def _router() -> APIRouter:
     router = APIRouter()
-    posts = (
-        ("/v1/chat/completions", create_chat_completion, ChatCompletionRequest, responses.ChatCompletion),
-        ("/v1/completions", create_completion, CompletionRequest, responses.Completion),
-        ("/tokenize", info.tokenize, TokenizeRequest, responses.Tokens),
-        ("/detokenize", info.detokenize, DetokenizeRequest, responses.DetokenizedPrompt),
-    )
-    streamed = {"/v1/chat/completions": "ChatCompletionChunk", "/v1/completions": "Completion"}
-    for path, handler, body, answer in posts:
-        stream = _stream_of(streamed[path]) if path in streamed else {}
+    for path, handler, body, answer in POSTS:
+        stream = _stream_of(STREAMED[path]) if path in STREAMED else {}
         router.add_api_route(
             path,
             handler,
             methods=["POST"],
             response_model=answer,
             openapi_extra=body_of(body),
-            responses=errors(*(ANSWER_ERRORS if path in streamed else POST_ERRORS)) | stream,
+            responses=errors(*(ANSWER_ERRORS if path in STREAMED else POST_ERRORS)) | stream,
         )
-    gets = (
-        ("/v1/models", info.list_models, responses.ModelList, (401, 500)),
-        ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (401, 404, 500)),
-        ("/health", info.health, responses.Health, (500, 503)),
-        ("/expert_load", info.expert_load, responses.ExpertLoad, (401, 404, 500, 503)),
-        ("/load", info.load, responses.Load, (401, 500, 503)),
-        ("/tokenizer_info", info.tokenizer_info, responses.TokenizerInfo, (401, 500)),
-        ("/version", info.version, responses.Version, (401, 500)),
-    )
-    for path, handler, answer, statuses in gets:
-        router.add_api_route(path, handler, methods=["GET"], response_model=answer, responses=errors(*statuses))
+    for path, handler, answer, statuses in GETS:
+        router.add_api_route(
+            path, handler, methods=["GET"], response_model=answer, responses=errors(*GET_ERRORS, *statuses)
+        )
     router.add_api_route(
         "/flush_cache",
         info.flush_cache,
         methods=["POST"],
         response_model=responses.Flushed,
-        responses=errors(401, 500, 503),
+        responses=errors(*GET_ERRORS),
     )
     router.add_api_route(
-        "/metrics", metrics.metrics, methods=["GET"], response_class=metrics.Text, responses=errors(401, 500, 503)
+        "/metrics", metrics.metrics, methods=["GET"], response_class=metrics.Text, responses=errors(*GET_ERRORS)
     )
     return router
 
@@ -82,8 +106,11 @@ def create_app(
     served_model_names: Sequence[str],
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
+    allow_origins: Sequence[str] = (),
+    sse_keep_alive: float = SSE_KEEP_ALIVE,
 ) -> FastAPI:
-    """The ASGI app. With `api_keys` every route but /health and the page asks for one of them.
+    """The ASGI app. With `api_keys` every route but the open ones asks for one of them. Web pages from `allow_origins`
+    may call it. A stream with nothing to send for `sse_keep_alive` seconds sends a comment; 0: never.
 
     The app closes `client` at its end; `app.state.drain` stops it from taking new calls.
 
@@ -107,13 +134,29 @@ def create_app(
         redirect_slashes=False,
     )
     drain = app.state.drain = Drain(client)
-    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain)
+    app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain, sse_keep_alive)
     app.include_router(_router())
     app.include_router(page_router())
     install_error_handlers(app)
-    install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
-    if api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=tuple(api_keys))
-    app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(RequestMiddleware)
+    shown = [*dict.fromkeys(body for _, _, body, _ in POSTS), *STREAMED.values()]
+    install_openapi(app, shown, needs_key=bool(api_keys))
+    _wrap(app, drain, tuple(api_keys), tuple(allow_origins))
     return app
+
+
+def _wrap(app: FastAPI, drain: Drain, api_keys: tuple[str, ...], allow_origins: tuple[str, ...]) -> None:
+    """The last one added sees a request first: the browser's question about origins comes without a key, and what
+    refuses a call is told to web pages too."""
+    app.add_middleware(HeadMiddleware)
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys)
+    app.add_middleware(DrainMiddleware, drain=drain)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allow_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=SHOWN_TO_PAGES,
+        )
+    app.add_middleware(RequestMiddleware)

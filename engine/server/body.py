@@ -14,6 +14,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from engine.server.errors import ApiError, bad_request
+from engine.server.limits import check_limits
 
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
@@ -124,5 +125,11 @@ async def read_model(request: Request, model: type[Model], max_bytes: int) -> Mo
     check_content_type(request)
     raw = await read_body(request, max_bytes)
     if len(raw) < LARGE_BODY:
-        return validate(model, parse_object(raw))
-    return await asyncio.to_thread(lambda: validate(model, parse_object(raw)))
+        return _checked(model, raw)
+    return await asyncio.to_thread(_checked, model, raw)
+
+
+def _checked(model: type[Model], raw: bytes) -> Model:
+    payload = parse_object(raw)
+    check_limits(payload, len(raw))
+    return validate(model, payload)

@@ -18,9 +18,10 @@ from starlette.responses import Response
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
 from engine.server.binding import bind_chat
+from engine.server.call_ids import name_answer
 from engine.server.chat_choice import Choice, Piece
 from engine.server.client import EngineClient
-from engine.server.context import ServerContext, answer_id, new_id
+from engine.server.context import ServerContext
 from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
@@ -158,8 +159,7 @@ async def create_chat_completion(request: Request) -> Response:
     context = ServerContext.of(request)
     body = await context.read(request, ChatCompletionRequest)
     model = context.resolve_model(body.model)
-    request_id = new_id("chatcmpl")
-    shown_id = answer_id("chatcmpl", request_id, body.request_id)
+    request_id, shown_id, names = name_answer(request, "chatcmpl", body.request_id)
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
@@ -171,9 +171,9 @@ async def create_chat_completion(request: Request) -> Response:
     )
     warnings += bound.warnings
     params = chat_params(body, client, num_prompt_tokens, bound.outputs)
-    generation = await Generation.start(client, request_id, [(prompt.token_ids, params)])
+    generation = await Generation.start(client, request_id, [(prompt.token_ids, params)], names)
     envelope = Envelope(shown_id, model, warnings, body, UsageCounter(num_prompt_tokens), client.system_fingerprint)
     call = ChatCall(body, client, prompt, params, envelope, generation)
     if body.stream:
-        return EventStream(call.events(), generation.close)
+        return EventStream(call.events(), generation.close, context.sse_keep_alive)
     return await finish_unless_disconnected(request, call.answer(), generation.close)

@@ -30,17 +30,19 @@ STUCK_SECONDS = 4.0  # how long after a failure the core's thread is waited for
 
 
 class Job(NamedTuple):
-    """One prompt of a call; `request_id` must be unique."""
+    """One prompt of a call; `request_id` must be unique. call_names: what `end_calls` knows the call by."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    call_names: frozenset[str] = frozenset()
 
 
 @dataclass
 class _Running:
     stream: RequestStream
     num_running: int
+    call_names: frozenset[str]
 
 
 class EngineClient:
@@ -48,7 +50,7 @@ class EngineClient:
 
     `on_error` is called once, in the core thread, with the exception that ended the engine. `close` ends the thread
     and shuts the core down; requests still running then fail with EngineDeadError. At most `max_queued_requests`
-    answers wait for their first step.
+    answers wait for a seat in the steps.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class EngineClient:
         self._closing = False
         self._error: BaseException | None = None
         self._refusal: Exception | None = None
-        self._line = WaitingLine(max_queued_requests)
+        self._line = WaitingLine(max_queued_requests, core.num_seats)
         self._rejected = {"queue_timeout": 0, "draining": 0}
         self._parse_errors = dict.fromkeys(PARSE_ERRORS, 0)
         self._running: dict[str, _Running] = {}
@@ -190,6 +192,13 @@ class EngineClient:
                 self._inbox.append(lambda: self._abort(request_id))
                 self._work.notify()
 
+    async def end_calls(self, name: str | None) -> int:
+        """Ends the requests of the calls known by `name`, all for None; their answers finish with reason abort.
+
+        Returns how many requests there were. Raises EngineDeadError if the engine cannot serve.
+        """
+        return await self.ask(lambda core: self._end_calls(core, name))
+
     def _lose_rank(self) -> None:
         """A rank has failed. The core's thread says so to all, unless it hangs itself."""
         with self._work:
@@ -216,7 +225,7 @@ class EngineClient:
                 if self._core.has_unfinished():
                     self._deliver(self._core.step())
                 with self._work:
-                    self._line.follow_core(self._core.num_unbegun, self._core.num_begun)
+                    self._follow_core()
             self._fail_all(EngineDeadError("the engine was closed"))
         except BaseException as exc:  # whatever it is, clients must hear of it: a dead thread answers nobody
             self._end(exc)
@@ -259,14 +268,17 @@ class EngineClient:
         try:
             self._core.validate(job.prompt_token_ids, job.params)
             self._core.add_request(job.request_id, job.prompt_token_ids, job.params)
-            self._running[job.request_id] = _Running(stream, job.params.n)
+            self._running[job.request_id] = _Running(stream, job.params.n, job.call_names)
         except InvalidRequestError as exc:
             refusal = exc
         with self._work:
             del self._entering[job.request_id]
             self._line.leave_entrance(job.params.n)
-            self._line.follow_core(self._core.num_unbegun, self._core.num_begun)
+            self._follow_core()
         self._call(stream.loop, stream._accept, refusal)
+
+    def _follow_core(self) -> None:
+        self._line.follow_core(self._core.num_unbegun, self._core.num_begun, self._core.num_free_seats)
 
     def _answer(self, question: Question) -> None:
         try:
@@ -281,6 +293,13 @@ class EngineClient:
     def _abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
             self._core.abort_request(request_id)
+
+    def _end_calls(self, core: Any, name: str | None) -> int:
+        """Their readers stay, for the end that the core now says."""
+        ids = [i for i, running in self._running.items() if name is None or name in running.call_names]
+        for request_id in ids:
+            core.abort_request(request_id)
+        return len(ids)
 
     def _deliver(self, deltas: list[CompletionDelta]) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, CompletionDelta]]] = {}

@@ -19,8 +19,9 @@ from starlette.responses import Response
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
 from engine.server.binding import bind_completion
+from engine.server.call_ids import name_answer
 from engine.server.client import EngineClient
-from engine.server.context import ServerContext, answer_id, new_id
+from engine.server.context import ServerContext
 from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
@@ -187,8 +188,7 @@ async def create_completion(request: Request) -> Response:
     context = ServerContext.of(request)
     body = await context.read(request, CompletionRequest)
     model = context.resolve_model(body.model)
-    request_id = new_id("cmpl")
-    shown_id = answer_id("cmpl", request_id, body.request_id)
+    request_id, shown_id, names = name_answer(request, "cmpl", body.request_id)
     warnings = check_extra_fields(body, request_id)
     check_stream_options(body)
     client = context.client
@@ -200,11 +200,11 @@ async def create_completion(request: Request) -> Response:
     if len(prompts) * params.n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={params.n} exceed {MAX_CHOICES} answers.", "prompt")
     jobs = [(ids, fit_context(params, len(ids), client.max_model_len, "prompt")) for ids in prompts]
-    generation = await Generation.start(client, request_id, jobs)
+    generation = await Generation.start(client, request_id, jobs, names)
     envelope = Envelope(
         shown_id, model, warnings, body, UsageCounter(sum(map(len, prompts))), client.system_fingerprint
     )
     call = CompletionCall(body, client, prompts, params, envelope, generation)
     if body.stream:
-        return EventStream(call.events(), generation.close)
+        return EventStream(call.events(), generation.close, context.sse_keep_alive)
     return await finish_unless_disconnected(request, call.answer(), generation.close)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,35 +12,21 @@ from pydantic import BaseModel
 from engine.server.body import read_model
 from engine.server.client import EngineClient
 from engine.server.drain import Drain
-from engine.server.errors import ApiError, bad_request
-from engine.server.protocol import REQUEST_ID
+from engine.server.errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def answer_id(prefix: str, own_id: str, given: str | None) -> str:
-    """The id that an answer carries: the client's `request_id` if it gave one. The engine goes by `own_id`, which is
-    unique. Raises 400 for an id that does not fit into a log line."""
-    if given is None:
-        return own_id
-    if not re.fullmatch(REQUEST_ID, given):
-        raise bad_request("request_id must be 1 to 128 letters, digits and _ . : -", "request_id")
-    return f"{prefix}-{given}"
 
 
 @dataclass(frozen=True)
 class ServerContext:
     """`served_model_names` are the names that requests may use, the first being the one that answers carry when a
-    request names none."""
+    request names none. sse_keep_alive: seconds without an event after which a stream sends a comment, 0 for never."""
 
     client: EngineClient
     served_model_names: tuple[str, ...]
     max_body_bytes: int
     drain: Drain
+    sse_keep_alive: float
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod

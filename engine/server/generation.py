@@ -27,11 +27,17 @@ class Generation:
 
     @classmethod
     async def start(
-        cls, client: EngineClient, request_id: str, jobs: list[tuple[list[int], SamplingParams]]
+        cls,
+        client: EngineClient,
+        request_id: str,
+        jobs: list[tuple[list[int], SamplingParams]],
+        names: frozenset[str] = frozenset(),
     ) -> Generation:
-        """Returns once the engine has accepted every job (prompt token ids, params); one refusal ends them all."""
+        """Returns once the engine has accepted every job (prompt token ids, params); one refusal ends them all.
+
+        names: what the call is known by to `EngineClient.end_calls`."""
         generation = cls(client)
-        named = [Job(f"{request_id}-{i}", ids, params) for i, (ids, params) in enumerate(jobs)]
+        named = [Job(f"{request_id}-{i}", ids, params, names) for i, (ids, params) in enumerate(jobs)]
         generation._streams = await client.generate_all(named, generation._wake)
         return generation
 

@@ -10,8 +10,9 @@ from fastapi import Request
 from starlette.responses import Response
 
 from engine.expert_load import ExpertLoad
+from engine.server.call_ids import new_id
 from engine.server.chat import encode_chat
-from engine.server.context import ServerContext, new_id
+from engine.server.context import ServerContext
 from engine.server.errors import ENGINE_DEAD_MESSAGE, ApiError, bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.protocol import DetokenizeRequest, RequestModel, TokenizeRequest

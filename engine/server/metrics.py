@@ -90,6 +90,7 @@ def _kv_cache(stats: EngineStats) -> Iterator[Metric]:
 
 def _work(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("steps", "Steps of the model.", stats.num_steps)
+    yield _histogram("iteration_tokens_total", "Tokens of a step that was read, guesses included.", stats.step_tokens)
     yield _counter("prompt_tokens", "Tokens of accepted prompts.", stats.num_prompt_tokens)
     yield _counter("generation_tokens", "Tokens generated.", stats.num_generated_tokens)
     yield _counter(

@@ -18,13 +18,24 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI, request_models: list[type[BaseModel]]) -> None:
+def event_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The schema of one server-sent event whose data is a `model` or, at the end, an error."""
+    shapes = [{"$ref": REF.format(model=name)} for name in (model.__name__, "ErrorResponse")]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": shapes}}
+    return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
+
+
+def install_openapi(app: FastAPI, models: list[type[BaseModel]], needs_key: bool) -> None:
+    """models: those that no route of FastAPI's own shows."""
+
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            _, schemas = models_json_schema([(m, "validation") for m in request_models], ref_template=REF)
+            _, schemas = models_json_schema([(m, "validation") for m in models], ref_template=REF)
             page["components"]["schemas"] |= schemas["$defs"]
             _drop_default_refusals(page)
+            if needs_key:
+                _ask_for_key(page)
             app.openapi_schema = page
         return app.openapi_schema
 
@@ -38,3 +49,9 @@ def _drop_default_refusals(page: dict[str, Any]) -> None:
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         page["components"]["schemas"].pop(name, None)
+
+
+def _ask_for_key(page: dict[str, Any]) -> None:
+    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    page["security"] = [{"key": []}]
+    page["paths"]["/health"]["get"]["security"] = []

@@ -1,8 +1,8 @@
 """The requests we take, as OpenAI and vLLM name them. Types are strict: "5" is no number and true is no 1.
 
 null means absent everywhere. Ranges are checked once, in `SamplingParams` and where messages are rendered; here they
-stand in the schema alone, for the OpenAPI page. Fields that no model here names stay in
-`model_extra`, where `fields.py` refuses or reports them.
+stand in the schema alone, for the OpenAPI page (the lengths of long lists are in `GET /server_info`). Fields that no
+model here names stay in `model_extra`, where `fields.py` refuses or reports them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from engine.chat_messages import ROLES
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("text", "json_object", "json_schema")
 REQUEST_ID = r"[A-Za-z0-9_.:\-]{1,128}"
 TEXT = {"type": "string", "minLength": 1}
+TEXT_OR_EMPTY = {"type": "string"}
 INTEGER_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 STRING_LIST = {"type": "array", "items": TEXT, "minItems": 1}
 STOP_LIST = {"type": "array", "items": TEXT, "maxItems": MAX_STOP_STRINGS}
@@ -26,14 +26,68 @@ TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-MESSAGE = {
+CONTENT = ({"type": "string"}, {"type": "array", "items": TEXT_PART})
+NULL = {"type": "null"}
+TOOL_CALL = {
     "type": "object",
     "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}, {"type": "null"}]},
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": TEXT, "arguments": {"type": ["string", "object", "null"]}},
+            "required": ["name"],
+        },
     },
-    "required": ["role"],
+    "required": ["id", "function"],
 }
+
+
+def _message(roles: tuple[str, ...], content: tuple[dict, ...], required: tuple[str, ...], **more: Any) -> dict:
+    properties = {"role": {"enum": list(roles)}, "content": {"anyOf": list(content)}} | more
+    return {"type": "object", "properties": properties, "required": ["role", *required]}
+
+
+MESSAGE = {
+    "anyOf": [
+        _message(("system", "developer", "user"), CONTENT, ("content",)),
+        _message(
+            ("assistant",),
+            (*CONTENT, NULL),
+            (),
+            reasoning_content={"type": ["string", "null"]},
+            tool_calls={"anyOf": [{"type": "array", "items": TOOL_CALL}, NULL]},
+        ),
+        _message(("tool",), (*CONTENT, NULL), ("tool_call_id",), tool_call_id={"type": "string"}),
+    ]
+}
+TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,64}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+
+
+def either(first: str, first_schema: dict, second: str, second_schema: dict) -> dict[str, Any]:
+    """The schema of an object that has one of two fields, and null or false in place of the other."""
+    left_out = {"enum": [None, False]}
+    return {
+        "anyOf": [
+            {"required": [first], "properties": {first: first_schema, second: left_out}},
+            {"required": [second], "properties": {first: left_out, second: second_schema}},
+        ]
+    }
 
 
 def documented(**schema: Any) -> Any:
@@ -127,11 +181,13 @@ class ChatFields(RequestModel):
     """What decides the prompt of a chat; /tokenize takes the same."""
 
     messages: list[dict[str, Any]] = Field(json_schema_extra={"minItems": 1, "items": MESSAGE})
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = documented(items=TOOL)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = documented(
+        properties={"type": {"enum": ["enabled", "disabled"]}}, required=["type"], additionalProperties=False
+    )
     enable_thinking: bool | None = None
     reasoning_effort: str | None = documented(enum=[*EFFORTS, None])
 
@@ -152,9 +208,14 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(ChatFields):
     """Either `prompt` or `messages`."""
 
+    model_config = ConfigDict(json_schema_extra=either("prompt", TEXT_OR_EMPTY, "messages", {"type": "array"}))
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = documented(items=MESSAGE)
+    # Beside a prompt these mean nothing, whatever they hold.
+    tools: list[dict[str, Any]] | None = None
+    thinking: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     # vLLM's name, which evaluation tools send. Kimi's tokenizer adds none by itself, so both values mean the same.
     add_special_tokens: bool | None = None
@@ -163,3 +224,12 @@ class TokenizeRequest(ChatFields):
 class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: list[int] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+
+
+class AbortRequest(RequestModel):
+    """Either `request_id`, which is an answer's `id` or what its sender called the request, or `abort_all`."""
+
+    model_config = ConfigDict(json_schema_extra=either("request_id", TEXT_OR_EMPTY, "abort_all", {"const": True}))
+
+    request_id: str | None = None
+    abort_all: bool | None = None

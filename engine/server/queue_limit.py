@@ -1,7 +1,8 @@
 """How many answers wait for their first step, how many may, and when it is worth coming back.
 
-An answer waits from the moment its request enters until its first step. The owner of a `WaitingLine` holds its own lock
-around every call, so that no two requests take the same last place.
+An answer waits from the moment its request enters until its first step. Those for whom a seat in the steps is free do
+not count against the limit: they are about to begin. The owner of a `WaitingLine` holds its own lock around every call,
+so that no two requests take the same last place.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ MOST_SECONDS = 600
 
 
 class WaitingLine:
-    """`limit` is the most answers that may wait, None for no limit."""
+    """`limit` is the most answers that may wait for one of `num_seats`, None for no limit."""
 
-    def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, limit: int | None = None, num_seats: int = 0, clock: Callable[[], float] = time.monotonic):
         self.limit = limit
+        self._num_seats = self._num_free = num_seats
         self.num_refused = 0  # calls, with 429
         self._clock = clock
         self._entering = self._in_core = self._num_begun = 0
@@ -36,18 +38,19 @@ class WaitingLine:
 
     def check_room(self, count: int) -> None:
         """Raises 429 if `count` more answers would be too many now, 400 if they always would."""
-        if self.limit is None or self.num_waiting + count <= self.limit:
+        if self.limit is None or self.num_waiting + count <= self.limit + self._num_free:
             return
-        if count > self.limit:
+        most = self.limit + self._num_seats
+        if count > most:
             raise bad_request(
-                f"The request asks for {count} answers, but at most {self.limit} may wait; ask for fewer at a time.",
+                f"The request asks for {count} answers, but at most {most} may run and wait; ask for fewer at a time.",
                 code="too_many_answers",
             )
         self.num_refused += 1
         seconds = self.retry_after()
         message = (
-            f"{self.num_waiting} of at most {self.limit} answers wait already, and this request asks for {count}; try "
-            f"again in {seconds} s."
+            f"{self.num_waiting} answers wait, {self._num_free} of them may begin at once and {self.limit} more may "
+            f"wait, and this request asks for {count}; try again in {seconds} s."
         )
         raise ApiError(429, message, code="queue_full", headers={"retry-after": str(seconds)})
 
@@ -61,8 +64,9 @@ class WaitingLine:
         """The engine has taken so many answers over, or refused them."""
         self._entering -= count
 
-    def follow_core(self, num_waiting: int, num_begun: int) -> None:
-        """Answers that wait in the engine, and how many have begun there since its start."""
+    def follow_core(self, num_waiting: int, num_begun: int, num_free: int) -> None:
+        """Answers that wait in the engine, how many have begun there since its start, and seats that are free."""
+        self._num_free = num_free
         begun, self._num_begun, self._in_core = num_begun - self._num_begun, num_begun, num_waiting
         if begun and self._since is not None:
             self._begins.append((self._clock() - self._since, begun))

@@ -227,6 +227,15 @@ class Tokens(ResponseModel):
     warnings: list[str] | None = None
 
 
+class RenderedChat(ResponseModel):
+    model: str
+    prompt: str
+    prompt_token_ids: list[int]
+    count: int
+    max_model_len: int
+    warnings: list[str] | None = None
+
+
 class TokenizerInfo(ResponseModel):
     """Token names as `tokenizer_config.json` spells them; /tokenize turns each into its one id."""
 
@@ -235,6 +244,23 @@ class TokenizerInfo(ResponseModel):
     pad_token: str
     vocab_size: int
     model_max_length: int
+
+
+class ServerInfo(ResponseModel):
+    """`engine` has settings by the names of the flags, `limits` how much a request may hold."""
+
+    version: str
+    model: str
+    served_model_names: list[str]
+    max_model_len: int
+    vocab_size: int
+    has_draft: bool
+    engine: dict[str, str | int | float | bool | None]
+    limits: dict[str, int]
+
+
+class Aborted(ResponseModel):
+    num_aborted: int
 
 
 class DetokenizedPrompt(ResponseModel):

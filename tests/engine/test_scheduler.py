@@ -162,6 +162,20 @@ def test_guesses_share_the_budget_with_prompts():
     assert "long" in world.finished or world.scheduler.get("long").output_token_ids
 
 
+@pytest.mark.parametrize(("num_blocks", "held_up"), [(4, [False, True, True]), (20, [False, False, False])])
+def test_who_waits_for_blocks_is_told_from_who_waits_for_a_seat(num_blocks, held_up):
+    """Two seats for three requests: in a small cache the second waits for blocks, else the third for a seat."""
+    world = ScheduledWorld(num_blocks, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, caching=False)
+    seen = []
+    for name in ("a", "b", "c"):
+        world.add(name, 8, 5)
+        world.step()
+        seen.append(world.scheduler.is_held_up)
+    assert seen == held_up and world.scheduler.waiting
+    world.drain()
+    assert not world.scheduler.is_held_up
+
+
 @pytest.mark.parametrize("prompt_len", [3, 4, 5, 8, 12])
 def test_prompts_around_whole_blocks_take_exactly_their_blocks(prompt_len):
     world = ScheduledWorld(num_blocks=8, block_size=4, max_num_seqs=2, max_num_batched_tokens=64)

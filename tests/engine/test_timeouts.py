@@ -50,9 +50,10 @@ def ends(deltas) -> list[tuple[str, int, str | None, object]]:
 
 def test_who_waits_too_long_and_who_takes_too_long(core, clock):
     core.add_request("a", [1, 2, 3], LONG)
+    assert core.num_free_seats == core.num_seats == 1, "it has not begun"
     core.step()
     core.add_request("b", [1, 2, 3], SamplingParams(n=2))
-    assert (core.num_begun, core.num_unbegun) == (1, 2)
+    assert (core.num_begun, core.num_unbegun, core.num_free_seats) == (1, 2, 0)
     assert not ends(core.step())
     clock.now = 2.0
     assert ends(core.step()) == [("b", i, "timeout", "queue_timeout") for i in range(2)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from engine.comm.meter import KINDS
+from engine.config import EngineConfig
 from engine.errors import InvalidRequestError
 from engine.grammar.grammars import Grammars
 from engine.request import CompletionDelta, Logprob, RequestMetrics
@@ -56,7 +57,7 @@ class FakeCore:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     max_num_seqs: int = 10**6
-    config: str = "the configuration"
+    config: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         self.vocab_size = self.tokenizer.vocab_size
@@ -64,6 +65,7 @@ class FakeCore:
         self.running: dict[tuple[str, int], FakeSequence] = {}
         self.requests: list[tuple[str, list[int], SamplingParams]] = []
         self.aborted: list[str] = []
+        self.ended: list[CompletionDelta] = []
         self.num_steps = self.num_begun = self.num_flushes = 0
         self.is_shut_down = False
         self.changed = threading.Condition()
@@ -98,13 +100,18 @@ class FakeCore:
     def abort_request(self, request_id: str) -> None:
         with self.changed:
             self.aborted.append(request_id)
+            gone = [s for s in self.running.values() if s.request_id == request_id]
+            self.ended += [CompletionDelta(request_id, s.index, "", [], finish_reason="abort") for s in gone]
             self.running = {key: s for key, s in self.running.items() if s.request_id != request_id}
             self.changed.notify_all()
 
     def has_unfinished(self) -> bool:
-        return bool(self.running)
+        return bool(self.running or self.ended)
 
     def step(self) -> list[CompletionDelta]:
+        if self.ended:
+            ended, self.ended = self.ended, []
+            return ended
         # The timeout lets aborts and the end of the client through while a test holds the gate.
         if self.gate is not None and not self.gate.acquire(timeout=0.02):
             return []
@@ -122,6 +129,14 @@ class FakeCore:
     @property
     def num_unbegun(self) -> int:
         return sum(sequence.num_tokens == 0 for sequence in self.running.values())
+
+    @property
+    def num_seats(self) -> int:
+        return self.max_num_seqs
+
+    @property
+    def num_free_seats(self) -> int:
+        return max(self.max_num_seqs - sum(sequence.num_tokens > 0 for sequence in self.running.values()), 0)
 
     def flush_prefix_cache(self) -> None:
         self.num_flushes += 1

@@ -61,6 +61,7 @@ class RunningServer:
     url: str
     port: int
     drain: Drain
+    app: Any
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False, **options)
@@ -99,6 +100,15 @@ class RunningServer:
     def refusal(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """The error object of a request that must be refused with `status`."""
         return error_of(self.post(path, body), status)
+
+
+def paths_of(routes: list[Any]) -> list[str]:
+    """Of all routes, those of routers that were included with them, whatever the OpenAPI page shows."""
+    paths = []
+    for route in routes:
+        inner = getattr(route, "original_router", None)
+        paths += [route.path] if inner is None else paths_of(inner.routes)
+    return paths
 
 
 def check(model: Any, value: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +225,7 @@ def serving(core: Any = None, **options: Any) -> Iterator[RunningServer]:
     assert started.wait(10)
     port = listener.getsockname()[1]
     try:
-        yield RunningServer(core, client, f"http://127.0.0.1:{port}", port, app.state.drain)
+        yield RunningServer(core, client, f"http://127.0.0.1:{port}", port, app.state.drain, app)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -3,7 +3,6 @@
 Numbers are those of the reports where that takes little time, else smaller, with the full ones under the mark `slow`.
 """
 
-import asyncio
 import random
 import socket
 import threading
@@ -130,37 +129,24 @@ def test_b120_a_shared_beginning_brings_nothing_else_along(server, count):
 
 
 def burst(server: RunningServer, count: int) -> Counter:
-    """Statuses of `count` clients: ten fill the queue, four take the places of those that begin, then all others come
-    at once, while no step can make room for them."""
-    core, line, step = server.core, server.client._line, server.core.step
-    begun, refused, seen = core.num_begun, threading.Event(), Counter()
+    """Statuses of `count` clients who come all at once while the engine is idle, and stays so until the last is sent
+    away: as many as may run and wait get in."""
+    core, step, refused, seen = server.core, server.core.step, threading.Event(), Counter()
 
     def held_step():
-        if core.num_begun == begun:
-            until(lambda: line.num_waiting == 10, 30, "the queue is full")
-        elif core.num_begun == begun + 4:
-            assert refused.wait(30)
+        assert refused.wait(30)
         return step()
 
-    def may_come(number: int) -> bool:
-        four_run = core.num_begun >= begun + 4
-        return number < 10 or (four_run and (number < 14 or line.num_waiting == 10))
-
-    def client_of(number: int):
-        async def client(http: httpx.AsyncClient) -> None:
-            while not (may_come(number) or refused.is_set()):
-                await asyncio.sleep(0.01)
-            response = await http.post(COMPLETIONS, json=GREEDY | {"prompt": "a", "max_tokens": 5})
-            seen[response.status_code] += 1
-            if response.status_code == 429:
-                assert int(response.headers["retry-after"]) >= 1
-            if seen[429] == count - 14:
-                refused.set()
-
-        return client
+    async def client(http: httpx.AsyncClient) -> None:
+        response = await http.post(COMPLETIONS, json=GREEDY | {"prompt": "a", "max_tokens": 5})
+        seen[response.status_code] += 1
+        if response.status_code == 429:
+            assert int(response.headers["retry-after"]) >= 1
+        if seen[429] == count - 14:
+            refused.set()
 
     core.step = held_step
-    run_clients(server, *map(client_of, range(count)))
+    run_clients(server, *[client] * count)
     core.step = step
     return seen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import socket
 import threading
 
@@ -21,26 +22,30 @@ from engine.stats import DraftChoiceStats, SpeculationStats
 from tests.engine.server.harness import HI, error_of, make_core, request_bytes, serving
 from tests.processes import until
 
-COUNTERS = {
-    "turnout_steps_total",
-    "turnout_prompt_tokens_total",
-    "turnout_generation_tokens_total",
-    "turnout_num_preemptions_total",
-    "turnout_prefix_cache_query_tokens_total",
-    "turnout_prefix_cache_hit_tokens_total",
+NAMES = {
+    "counter": """
+        steps_total prompt_tokens_total generation_tokens_total num_preemptions_total request_finished_total
+        request_rejected_total prefix_cache_query_tokens_total prefix_cache_hit_tokens_total
+        kv_offload_restored_blocks_total comm_rounds_total comm_bytes_total tool_call_parse_errors_total
+    """,
+    "gauge": """
+        num_requests_running num_requests_waiting kv_cache_usage_ratio kv_cache_blocks kv_offload_blocks
+        moe_rank_imbalance_ratio moe_comm_info
+    """,
+    "histogram": """
+        time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
+        request_prefill_time_seconds request_decode_time_seconds iteration_tokens_total
+    """,
+    "spec": """
+        verify_steps_total num_drafts_total num_proposed_tokens_total num_draft_tokens_total num_accepted_tokens_total
+        num_accepted_tokens_per_pos_total accept_length choice_info step_seconds
+    """,
 }
-GAUGES = {"turnout_num_requests_running", "turnout_num_requests_waiting", "turnout_kv_cache_usage_ratio"}
-HISTOGRAMS = {
-    f"turnout_{name}_seconds"
-    for name in (
-        "time_to_first_token",
-        "inter_token_latency",
-        "e2e_request_latency",
-        "request_queue_time",
-        "request_prefill_time",
-        "request_decode_time",
-    )
-}
+COUNTERS, GAUGES, HISTOGRAMS, SPECULATION = (
+    {f"turnout_{'spec_decode_' if kind == 'spec' else ''}{name}" for name in names.split()}
+    for kind, names in NAMES.items()
+)
+SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
 def families(server) -> dict:
@@ -48,6 +53,11 @@ def families(server) -> dict:
         response = http.get("/metrics")
     assert response.status_code == 200 and response.headers["content-type"] == CONTENT_TYPE_LATEST
     return {family.name: family for family in text_string_to_metric_families(response.text)}
+
+
+def with_family(server, name: str) -> dict | None:
+    found = families(server)
+    return found if name in found else None
 
 
 def values(server) -> dict[tuple[str, tuple], float]:
@@ -71,11 +81,16 @@ def server():
 
 
 def test_names_and_types(server):
-    found = families(server)
-    kinds = {sample.name: family.type for family in found.values() for sample in family.samples}
-    assert {name for name, kind in kinds.items() if kind == "gauge"} >= GAUGES
-    assert {name for name, kind in kinds.items() if kind == "counter"} >= COUNTERS
-    assert {family.name for family in found.values() if family.type == "histogram"} == HISTOGRAMS
+    """Exactly these: dashboards rest on them."""
+    server.chat(max_tokens=2)
+    found = until(lambda: with_family(server, "turnout_moe_rank_imbalance_ratio"), 20, "the load was read since")
+    names = {
+        SUFFIX.sub("", sample.name) if family.type == "histogram" else sample.name: family.type
+        for family in found.values()
+        for sample in family.samples
+    }
+    for kind, expected in (("counter", COUNTERS), ("gauge", GAUGES), ("histogram", HISTOGRAMS)):
+        assert {name for name, shown in names.items() if shown == kind} == expected
     assert all(family.documentation and name.startswith("turnout_") for name, family in found.items())
     for name in ("turnout_comm_rounds", "turnout_comm_bytes"):
         assert {sample.labels["kind"] for sample in found[name].samples} == set(KINDS)
@@ -93,6 +108,9 @@ def test_counts_of_an_answer(server):
     assert growth(before, after, "turnout_prompt_tokens_total") == usage["prompt_tokens"]
     assert growth(before, after, "turnout_generation_tokens_total") == usage["completion_tokens"] == 5
     assert growth(before, after, "turnout_steps_total") == 5, "one for the prompt and its token, one each for the rest"
+    name = "turnout_iteration_tokens_total"
+    assert growth(before, after, f"{name}_count") == 5
+    assert growth(before, after, f"{name}_sum") == usage["prompt_tokens"] + 4
     assert growth(before, after, "turnout_request_finished_total", reason="length") == 1
     assert growth(before, after, "turnout_time_to_first_token_seconds_count") == 1
     assert growth(before, after, "turnout_inter_token_latency_seconds_count") == 4
@@ -187,8 +205,8 @@ def test_speculation_is_shown_where_there_is_a_draft():
         found = families(running)
         samples = values(running)
     prefix = "turnout_spec_decode_"
-    counters = {name for name, family in found.items() if family.type == "counter" and name.startswith(prefix)}
-    assert {f"{prefix}{name}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")} < counters
+    shown = {SUFFIX.sub("", name) for name, _ in samples if name.startswith(prefix)}
+    assert shown == SPECULATION, "dashboards rest on the names"
     assert samples[f"{prefix}verify_steps_total", ()] == samples[f"{prefix}num_drafts_total", ()] == 3
     assert samples[f"{prefix}num_proposed_tokens_total", ()] == samples[f"{prefix}num_draft_tokens_total", ()] == 9
     assert samples[f"{prefix}num_accepted_tokens_total", ()] == 5

@@ -26,15 +26,15 @@ class Clock:
 def waiting_line(limit: int, *begins: tuple[float, int], waiting: int) -> tuple[WaitingLine, Clock]:
     """One in which `waiting` answers wait, after so many began each time, so many seconds later."""
     clock = Clock()
-    line = WaitingLine(limit, clock)
+    line = WaitingLine(limit, clock=clock)
     line.enter(waiting)
     line.leave_entrance(waiting)
     total = 0
-    line.follow_core(waiting, 0)
+    line.follow_core(waiting, 0, 0)
     for seconds, count in begins:
         clock.now += seconds
         total += count
-        line.follow_core(waiting, total)
+        line.follow_core(waiting, total, 0)
     return line, clock
 
 
@@ -61,7 +61,7 @@ def test_when_to_come_back(begins, elapsed, expected):
 
 def test_a_quiet_hour_does_not_make_the_server_slow():
     line, clock = waiting_line(8, (2.0, 1), (2.0, 1), waiting=8)
-    line.follow_core(0, 10)
+    line.follow_core(0, 10, 0)
     clock.now += 3600
     line.enter(4)
     assert line.retry_after() == 2, "10 began in 4 s, 4 wait"
@@ -74,8 +74,8 @@ def test_old_begins_are_forgotten():
 
 def test_jobs_enter_together_or_not_at_all():
     """A call of several prompts takes all of its places at once, however many loops and threads ask."""
-    core = make_core(gate=threading.Semaphore(0))
-    client = EngineClient(core, max_queued_requests=10)
+    core = make_core(gate=threading.Semaphore(0), max_num_seqs=1)
+    client = EngineClient(core, max_queued_requests=9)
     entered, barrier = [], threading.Barrier(8)
 
     def ask(number: int) -> None:
@@ -99,11 +99,36 @@ def test_jobs_enter_together_or_not_at_all():
     client.close()
 
 
+@pytest.mark.parametrize(
+    ("waiting", "begun", "free", "count", "enters"),
+    [
+        (0, 0, 4, 14, True),  # idle: four begin at once, ten wait
+        (0, 0, 4, 15, False),
+        (13, 0, 4, 1, True),
+        (14, 0, 4, 1, False),
+        (10, 4, 0, 1, False),  # the same answers, four of them begun
+        (9, 4, 0, 1, True),
+        (9, 4, 1, 2, True),  # one of the four has ended
+        (10, 2, 0, 1, False),  # seats that memory keeps empty are not free
+    ],
+)
+def test_answers_with_a_free_seat_ahead_do_not_count(waiting, begun, free, count, enters):
+    line = WaitingLine(10, num_seats=4)
+    line.follow_core(waiting, begun, free)
+    if enters:
+        line.enter(count)
+        assert line.num_waiting == waiting + count
+    else:
+        with pytest.raises(ApiError) as refused:
+            line.enter(count)
+        assert refused.value.status == (400 if count > 14 else 429) and line.num_waiting == waiting
+
+
 @pytest.fixture(scope="module")
 def full():
-    """A server with 3 places to wait whose core begins nothing until its gate is released."""
+    """A server with 2 seats and 1 place to wait whose core begins nothing until its gate is released."""
     core = make_core(gate=threading.Semaphore(0), max_num_seqs=2)
-    with serving(core, max_queued_requests=3) as running:
+    with serving(core, max_queued_requests=1) as running:
         yield running
         core.gate.release(10**4)
 
@@ -121,11 +146,11 @@ def test_answers_wait_by_number_and_the_rest_is_refused(full):
             refused = http.post(path, json=body)
             error = error_of(refused, 429)
             assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
-            assert "3 of at most 3" in error["message"]
+            assert "3 answers wait, 2 of them may begin at once and 1 more may wait" in error["message"]
             assert int(refused.headers["retry-after"]) >= 1
         assert http.get("/health").status_code == 200
         assert "turnout_request_rejected_total" in http.get("/metrics").text
-        assert http.get("/load").json()["max_queued_requests"] == 3
+        assert http.get("/load").json()["max_queued_requests"] == 1
     assert full.client.rejected["queue_full"] - before == 2
     core.gate.release(10**4)
     for call in calls:
@@ -140,12 +165,12 @@ def test_what_can_never_wait_is_no_matter_of_load(full):
     for path, body in ((CHAT, {"messages": HI, "n": 4}), (COMPLETIONS, {"prompt": ["a", "b"], "n": 2})):
         error = error_of(full.post(path, body), 400)
         assert error["code"] == "too_many_answers"
-        assert "asks for 4" in error["message"] and "3 may wait" in error["message"]
+        assert "asks for 4" in error["message"] and "3 may run and wait" in error["message"]
 
 
 def test_aborts_give_places_back():
-    core = make_core(gate=threading.Semaphore(0))
-    client = EngineClient(core, max_queued_requests=2)
+    core = make_core(gate=threading.Semaphore(0), max_num_seqs=1)
+    client = EngineClient(core, max_queued_requests=1)
 
     async def fill_and_leave() -> None:
         streams = [await client.generate(f"r{i}", [1], SamplingParams()) for i in range(2)]

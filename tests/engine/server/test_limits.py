@@ -1,0 +1,104 @@
+"""What is too much for one request, or for the context: refused by the name of the limit, or cut as written."""
+
+import json
+
+import pytest
+
+from engine.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from tests.engine.server.harness import HI, emit, error_of, make_core, serving
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def big_tool(size: int, name: str = "f") -> dict:
+    return {"type": "function", "function": {"name": name, "description": "x" * size}}
+
+
+def nested(levels: int) -> dict:
+    value = {"type": "object"}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limit"),
+    [
+        ({"messages": HI * (MAX_MESSAGES + 1)}, "messages", MAX_MESSAGES),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}]},
+         "messages[0].content", MAX_PARTS),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * (MAX_PARTS + 1)}]},
+         "messages[0].tool_calls", MAX_PARTS),
+        ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools", MAX_TOOLS),
+        ({"tools": [big_tool(MAX_SCHEMA_BYTES // 2)] * 2}, "tools", MAX_SCHEMA_BYTES),
+        ({"tools": [TOOL], "response_format": {"x": "y" * MAX_SCHEMA_BYTES}}, "response_format", MAX_SCHEMA_BYTES),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(80)}}]}, "tools", 64),
+        ({"n": 129}, "n", 128),
+        ({"stop": ["a"] * 65}, "stop", 64),
+        ({"stop": "a" * 1001}, "stop", 1000),
+    ],
+)  # fmt: skip
+def test_too_much_is_refused_by_name(server, fields, param, limit):
+    for path in (CHAT, f"{CHAT}/render", "/tokenize"):
+        if path == CHAT or not {"n", "stop"} & set(fields):
+            error = server.refusal(path, {"messages": HI} | fields)
+            assert error["param"] == param and str(limit) in error["message"].replace(",", ""), error
+            assert len(error["message"]) < 300
+    assert not server.core.requests
+
+
+def test_as_much_as_is_allowed_passes(server):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * MAX_PARTS}]
+    tools = [big_tool(10_000, f"f{i}") for i in range(200)]
+    for fields in ({"messages": HI * MAX_MESSAGES}, {"messages": parts}, {"messages": HI, "tools": tools}):
+        answer = server.post("/tokenize", fields)
+        assert answer.status_code == 200 and answer.json()["count"] > MAX_PARTS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        (COMPLETIONS, {"prompt": "x" * 300}, "prompt"),
+        (COMPLETIONS, {"prompt": [1] * 300}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "x" * 256]}, "prompt"),
+    ],
+)
+def test_b104_a_prompt_that_is_too_long_is_a_400_streamed_or_not(server, path, body, param, stream):
+    """B105 too: the message has the limit and the size, and nothing of our insides."""
+    error = server.refusal(path, body | {"stream": stream})
+    assert error["code"] == "context_length_exceeded" and error["param"] == param
+    size = server.post("/tokenize", {"messages": body["messages"]}).json()["count"] if path == CHAT else None
+    assert "256" in error["message"] and (size is None or str(size) in error["message"])
+
+
+def test_b105_an_error_tells_nothing_of_our_insides(server):
+    long = {"messages": [{"role": "user", "content": "x" * 300}]}
+    error = server.refusal(CHAT, long)
+    words = json.dumps(error)
+    assert not any(word in words for word in ("Traceback", ".py", "Error(", "engine/", "/work", "Exception"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_b106_more_tokens_than_the_context_leaves_are_cut_to_it(stream):
+    """A prompt of 60 tokens, a context of 64: four come, in both endpoints, and the reason is length."""
+    with serving(make_core(max_model_len=64, default_script=emit("a" * 100))) as server:
+        prompt = [97] * 60
+        chat_room = 64 - server.post("/tokenize", {"messages": HI}).json()["count"]
+        for path, body, room in (
+            (COMPLETIONS, {"prompt": prompt, "max_tokens": 1000}, 4),
+            (CHAT, {"messages": HI, "max_completion_tokens": 1000}, chat_room),
+            (CHAT, {"messages": HI, "max_tokens": 1000}, chat_room),
+        ):
+            body |= {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+            if stream:
+                *chunks, last = server.events(path, body)
+                usage, reason = last["usage"], chunks[-1]["choices"][0]["finish_reason"]
+            else:
+                answer = server.post(path, body).json()
+                usage, reason = answer["usage"], answer["choices"][0]["finish_reason"]
+            assert (usage["completion_tokens"], reason) == (room, "length")
+        assert error_of(server.post(COMPLETIONS, {"prompt": [97] * 64}), 400)["code"] == "context_length_exceeded"
