@@ -18,6 +18,7 @@ from engine.weights import TensorHeader, TensorSpec
 
 GROUP_SIZE = 32
 PACKED_COLUMNS = 128  # columns of a packed tile
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
 _Sink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -59,11 +60,15 @@ class FloatExperts(nn.Module):
         slots: the checkpoint's expert in each place, None where each is in its own.
         """
         specs: dict[str, TensorSpec] = {}
+        elsewhere = {name: self._tensor_specs(name == "down_proj", None) for name in _MATRICES}
         for slot, expert in enumerate(slots or range(self.num_experts)):
             here = slot in self.local
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                target = self._target(name, slot - self.local.start) if here else None
-                specs |= self._tensor_specs(f"{prefix}{expert}.{name}", name == "down_proj", target)
+            for name in _MATRICES:
+                parts = elsewhere[name]  # other ranks' experts ask for the same shapes: one spec serves them all
+                if here:
+                    parts = self._tensor_specs(name == "down_proj", self._target(name, slot - self.local.start))
+                for ending, spec in parts.items():
+                    specs[f"{prefix}{expert}.{name}.{ending}"] = spec
         return specs
 
     def _target(self, name: str, index: int) -> torch.Tensor:
@@ -77,11 +82,12 @@ class FloatExperts(nn.Module):
     def _shape(self, is_down: bool) -> tuple[int, int]:
         return (self.width, self.expert_width) if is_down else (self.expert_width, self.width)
 
-    def _tensor_specs(self, name: str, is_down: bool, target: torch.Tensor | None) -> dict[str, TensorSpec]:
+    def _tensor_specs(self, is_down: bool, target: Any) -> dict[str, TensorSpec]:
+        """How a matrix's name goes on -> what is wanted of that tensor; target: where it goes, None for nowhere."""
         if target is None:
-            return {f"{name}.weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, None, _nothing)}
+            return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, None, _nothing)}
         part = self._part(is_down, self.columns)
-        return {f"{name}.weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, part, copy_into(target))}
+        return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, part, copy_into(target))}
 
 
 class Int4Experts(FloatExperts):
@@ -89,21 +95,22 @@ class Int4Experts(FloatExperts):
 
     group_size = GROUP_SIZE
 
-    def _tensor_specs(self, name: str, is_down: bool, target: torch.Tensor | None) -> dict[str, TensorSpec]:
+    def _tensor_specs(self, is_down: bool, target: Any) -> dict[str, TensorSpec]:
         out, width = self._shape(is_down)
         if width % GROUP_SIZE:
-            raise ValueError(f"{name}: {width} input columns are not whole groups of {GROUP_SIZE}.")
-        packed_part = scale_part = shape_part = None
-        unpacker = _Unpacker((out, width), self._sink(target))
-        if target is not None:
-            packed_part = self._part(is_down, _divided(self.columns, 8) if is_down else self.columns)
-            scale_part = self._part(is_down, _divided(self.columns, GROUP_SIZE) if is_down else self.columns)
-            shape_part = (WHOLE,)
-        return {
-            f"{name}.weight_packed": TensorSpec((out, width // 8), ("I32",), packed_part, unpacker.packed),
-            f"{name}.weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scale_part, unpacker.scale),
-            f"{name}.weight_shape": TensorSpec((2,), ("I32", "I64"), shape_part, unpacker.shape),
-        }
+            raise ValueError(f"{width} input columns of an expert are not whole groups of {GROUP_SIZE}.")
+        if target is None:
+            parts, stores = (None, None, None), (_nothing, _nothing, _nothing)
+        else:
+            words, groups = (
+                self._part(is_down, _divided(self.columns, by) if is_down else self.columns) for by in (8, GROUP_SIZE)
+            )
+            unpacker = _Unpacker((out, width), self._sink(target))
+            parts, stores = (words, groups, (WHOLE,)), (unpacker.packed, unpacker.scale, unpacker.shape)
+        shapes = (out, width // 8), (out, width // GROUP_SIZE), (2,)
+        types = ("I32",), FLOAT_TYPES, ("I32", "I64")
+        endings = ("weight_packed", "weight_scale", "weight_shape")
+        return dict(zip(endings, map(TensorSpec, shapes, types, parts, stores), strict=True))
 
     def _sink(self, target: torch.Tensor | None) -> _Sink:
         """What takes a weight's words and scales once both are read."""

@@ -24,7 +24,7 @@ _FILE_ORDER = ("F32", "I32", "BF16")  # as safetensors writes: the wider type fi
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """role: what its values are: "weight", "norm", "bias", "words", "scale" or "shape". fan_in: inputs of the product that
+    """role: what its values are: "weight", "norm", "bias", "words", "scale" or "shape". fan_in: inputs of the product
     it belongs to, 1 where there is none. values: those of a "shape"."""
 
     name: str
