@@ -159,7 +159,9 @@ def start_engine(config: EngineConfig, must_exit: bool = False) -> tuple[EngineC
     config = _resolve(config)
     world_size = _world_size(config)
     files = ModelFiles.read(config)
-    check_model(config, files)
+    expected = check_model(config, files)
+    if expected is not None and os.environ.get("RANK", "0") == "0":
+        log.logger.info("preflight: %s", expected)
     ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
         return _build(config, files, ranks), ranks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from draft.base import Drafter, TargetShape
-from engine import cache_plan
+from engine import cache_plan, preflight
 from engine.attention import backend as attention_backends
 from engine.comm import choice, choice_rule
 from engine.comm import dispatcher as dispatchers
@@ -20,22 +20,26 @@ from engine.model_files import ModelFiles
 from engine.weights import CheckpointError
 
 
-def check_model(config: EngineConfig, files: ModelFiles) -> None:
+def check_model(config: EngineConfig, files: ModelFiles) -> str | None:
     """Finds what a ModelRunner would refuse on any rank, without a process group and before any weight is read.
 
-    Raises ConfigError with the sum, CheckpointError naming file and tensor.
+    Returns what to expect of a GPU's memory, None where there is none. Raises ConfigError with the sum, CheckpointError
+    naming file and tensor.
     """
     _check_dispatcher(config, files)
     parallel = ParallelState(device=torch.device("meta"), **config.placement())
     model = load_share(config, files, parallel)
     drafter = load_draft(config, files, parallel, model)
+    expected = None
+    subject = preflight.Subject(files.entry, files.model_config, model.expert_storage != "float", files.draft)
     if config.device == "cuda":
-        cache_plan.check_weights(sum(p.nbytes for p in model.parameters()), gpu_bytes())
+        expected = preflight.verdict(config, subject, preflight.check(config, subject, gpu_bytes()))
     budget = cache_plan.known_bytes(config)
     block_bytes = cache_plan.block_bytes(config, files, model, drafter)
     cache_plan.num_host_blocks(config, files, model, drafter)
     if budget is not None:
         cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
+    return expected
 
 
 def gpu_bytes() -> int:

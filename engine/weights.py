@@ -108,6 +108,18 @@ class Checkpoint:
         yield from files.items()
 
 
+def has_packed_experts(directory: str | Path) -> bool | None:
+    """Whether the index, or a lone file's header, names packed weights; None where there are no weights."""
+    directory = Path(directory)
+    names = _read_index(directory)
+    if names is None:
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            return None
+        names = read_headers(files)
+    return any(name.endswith(".weight_packed") for name in names)
+
+
 def _check_finite(value: torch.Tensor) -> None:
     """Raises ValueError for a weight or scale that would spoil every answer."""
     if value.is_floating_point() and not value.isfinite().all():

@@ -11,11 +11,12 @@ from engine.comm.parallel_state import ParallelState
 from engine.expert_map import ExpertMap
 from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
-from engine.layers.quant import detect_storage, packs
+from engine.layers.quant import detect_storage
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
 from models.kimi_k25.config import KimiConfig
 from models.kimi_k25.model import VISION_PREFIXES, KimiModel
+from models.kimi_k25.sizes import held_as
 
 WRAPPER_PREFIX = "language_model."
 
@@ -46,7 +47,7 @@ def load_model(
             dtype,
             backend=backend,
             kernels=kernels,
-            expert_storage=_held_as(storage, config, parallel, kernels),
+            expert_storage=held_as(storage, config, parallel, kernels.reads_packed_experts),
             shards_tokens=shards_tokens,
             expert_map=expert_map,
             counts_experts=counts_experts,
@@ -68,12 +69,6 @@ def _check_head_widths(config: KimiConfig) -> None:
             raise ValueError(
                 f"{name}={width} is no power of two from 16 on, as bfloat16 on a GPU needs; use dtype float32."
             )
-
-
-def _held_as(stored: str, config: KimiConfig, parallel: ParallelState, kernels: Kernels) -> str:
-    """The storage for experts that are `stored` as such: packed ones stay so where the kernels can read them."""
-    fits = packs(config.hidden_size, config.moe_intermediate_size, parallel)
-    return "packed_int4" if stored == "int4" and kernels.reads_packed_experts and fits else stored
 
 
 def _load_checkpoint(
