@@ -35,6 +35,7 @@ def share_bytes(
     size, experts = dtype.itemsize, len(config.moe_layers)
     dense = config.num_hidden_layers - experts
     storage = held_as("int4" if is_int4 else "float", config, parallel, reads_packed)
+    attention = _attention(config, parallel)
     shared = config.moe_intermediate_size * config.n_shared_experts
     if shared and not shards_tokens:
         shared = _count(parallel.split(shared, "shared expert columns"))
@@ -42,7 +43,7 @@ def share_bytes(
     router = config.n_routed_experts * (config.hidden_size * size + _BIAS_BYTES)
     vocabulary = -(-config.vocab_size // parallel.tp) * config.hidden_size
     return {
-        "attention": config.num_hidden_layers * _attention(config, parallel) * size,
+        "attention": config.num_hidden_layers * attention * size,
         "dense layers": dense * 3 * config.hidden_size * dense_width * size,
         "shared expert": experts * 3 * config.hidden_size * shared * size,
         "routed experts": experts * _routed(config, parallel, storage, size) if experts else 0,

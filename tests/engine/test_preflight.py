@@ -182,7 +182,7 @@ def test_the_cache_that_is_forecast_is_the_one_that_is_planned():
         ({"tp_share": 4}, "weights take 3.66 GiB, and its GPU has 4.00 GiB, of which 1.00 are kept free; use more"),
         ({"tp_share": 8, "max_model_len": 262144, "hf_overrides": {"num_hidden_layers": 2, "kv_lora_rank": 4096}},
          "262144 tokens of KV cache take .* GiB, and a rank.s weights of .* lower max_model_len or use"),
-        ({"tp_share": 8, "kv_cache_memory_gb": 3.5}, "KV cache of 3.50 GiB that kv_cache_memory_gb asks for does not fit"),
+        ({"tp_share": 8, "kv_cache_memory_gb": 3.5}, "KV cache of 3.50 GiB that kv_cache_memory_gb asks for does not"),
     ],
 )  # fmt: skip
 def test_b158_a_start_refuses_what_cannot_fit_before_it_loads(monkeypatch, settings, words):
