@@ -92,13 +92,17 @@ class Checkpoint:
         for file, names in self._by_file(specs):
             with safe_open(file, framework="pt") as reader:
                 for name in names:
-                    part = specs[name].part
-                    value = reader.get_slice(name)[part] if part else reader.get_tensor(name)
+                    value = _read(reader, name, specs[name])
                     try:
                         _check_finite(value)
                         specs[name].store(value)
                     except ValueError as error:
                         raise CheckpointError(f"{file.name}: tensor {name} {error}") from error
+
+    def read(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """This rank's part of one tensor, once more."""
+        with safe_open(self.tensors[name].file, framework="pt") as reader:
+            return _read(reader, name, spec)
 
     def _by_file(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
         files: dict[Path, list[str]] = {}
@@ -106,6 +110,15 @@ class Checkpoint:
             if spec.part is not None:
                 files.setdefault(self.tensors[name].file, []).append(name)
         yield from files.items()
+
+
+def _read(reader: Any, name: str, spec: TensorSpec) -> torch.Tensor:
+    return reader.get_slice(name)[spec.part] if spec.part else reader.get_tensor(name)
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors. Raises CheckpointError for one that is missing."""
+    return _files(Path(directory), _read_index(Path(directory)))
 
 
 def has_packed_experts(directory: str | Path) -> bool | None:

@@ -13,12 +13,13 @@ from torch import nn
 
 from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
-from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
+from engine.layers.parameter import FLOAT_TYPES, WHOLE, empty
 from engine.weights import TensorHeader, TensorSpec
 
 GROUP_SIZE = 32
 PACKED_COLUMNS = 128  # columns of a packed tile
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+_Place = tuple[str, int]  # a matrix of the expert with that number among this rank's
 _Sink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -27,6 +28,7 @@ class FloatExperts(nn.Module):
 
     group_size = 1
     is_capturable = False
+    in_parts = False  # whether few rows may come as parts of a sum, for which every row needs all its experts here
 
     def __init__(self, num_experts: int, width: int, expert_width: int, parallel: ParallelState, dtype: torch.dtype):
         super().__init__()
@@ -60,18 +62,20 @@ class FloatExperts(nn.Module):
         slots: the checkpoint's expert in each place, None where each is in its own.
         """
         specs: dict[str, TensorSpec] = {}
-        elsewhere = {name: self._tensor_specs(name == "down_proj", None) for name in _MATRICES}
+        elsewhere = {name: self._tensor_specs(name == "down_proj", None) for name in MATRICES}
         for slot, expert in enumerate(slots or range(self.num_experts)):
             here = slot in self.local
-            for name in _MATRICES:
+            for name in MATRICES:
                 parts = elsewhere[name]  # other ranks' experts ask for the same shapes: one spec serves them all
                 if here:
-                    parts = self._tensor_specs(name == "down_proj", self._target(name, slot - self.local.start))
+                    parts = self._tensor_specs(name == "down_proj", (name, slot - self.local.start))
                 for ending, spec in parts.items():
                     specs[f"{prefix}{expert}.{name}.{ending}"] = spec
         return specs
 
-    def _target(self, name: str, index: int) -> torch.Tensor:
+    def _room(self, place: _Place) -> torch.Tensor:
+        """Where a matrix goes; looked up when it comes, since a view of each beforehand would take seconds."""
+        name, index = place
         if name == "down_proj":
             return self.down[index]
         return self.gate_up[index].chunk(2)[name == "up_proj"]
@@ -82,12 +86,15 @@ class FloatExperts(nn.Module):
     def _shape(self, is_down: bool) -> tuple[int, int]:
         return (self.width, self.expert_width) if is_down else (self.expert_width, self.width)
 
-    def _tensor_specs(self, is_down: bool, target: Any) -> dict[str, TensorSpec]:
-        """How a matrix's name goes on -> what is wanted of that tensor; target: where it goes, None for nowhere."""
-        if target is None:
+    def _tensor_specs(self, is_down: bool, place: _Place | None) -> dict[str, TensorSpec]:
+        """How a matrix's name goes on -> what is wanted of that tensor; place: where it goes, None for nowhere."""
+        if place is None:
             return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, None, _nothing)}
-        part = self._part(is_down, self.columns)
-        return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, part, copy_into(target))}
+
+        def store(value: torch.Tensor) -> None:
+            self._room(place).copy_(value)
+
+        return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, self._part(is_down, self.columns), store)}
 
 
 class Int4Experts(FloatExperts):
@@ -95,28 +102,28 @@ class Int4Experts(FloatExperts):
 
     group_size = GROUP_SIZE
 
-    def _tensor_specs(self, is_down: bool, target: Any) -> dict[str, TensorSpec]:
+    def _tensor_specs(self, is_down: bool, place: _Place | None) -> dict[str, TensorSpec]:
         out, width = self._shape(is_down)
         if width % GROUP_SIZE:
             raise ValueError(f"{width} input columns of an expert are not whole groups of {GROUP_SIZE}.")
-        if target is None:
+        if place is None:
             parts, stores = (None, None, None), (_nothing, _nothing, _nothing)
         else:
             words, groups = (
                 self._part(is_down, _divided(self.columns, by) if is_down else self.columns) for by in (8, GROUP_SIZE)
             )
-            unpacker = _Unpacker((out, width), self._sink(target))
+            unpacker = _Unpacker((out, width), self._sink(place))
             parts, stores = (words, groups, (WHOLE,)), (unpacker.packed, unpacker.scale, unpacker.shape)
         shapes = (out, width // 8), (out, width // GROUP_SIZE), (2,)
         types = ("I32",), FLOAT_TYPES, ("I32", "I64")
         endings = ("weight_packed", "weight_scale", "weight_shape")
         return dict(zip(endings, map(TensorSpec, shapes, types, parts, stores), strict=True))
 
-    def _sink(self, target: torch.Tensor | None) -> _Sink:
+    def _sink(self, place: _Place) -> _Sink:
         """What takes a weight's words and scales once both are read."""
 
         def expand(packed: torch.Tensor, scale: torch.Tensor) -> None:
-            target.copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
+            self._room(place).copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
 
         return expand
 
@@ -161,12 +168,9 @@ class PackedInt4Experts(Int4Experts):
             x_TD, ids_TK.int(), weights_TK, self.packed, shared_act_TI, shared_down_DI, plan, in_parts=self.in_parts
         )
 
-    def _target(self, name: str, index: int) -> tuple[str, int]:
-        return name, index
-
-    def _sink(self, target: tuple[str, int] | None) -> _Sink:
+    def _sink(self, place: _Place) -> _Sink:
         def pack(packed: torch.Tensor, scale: torch.Tensor) -> None:
-            name, index = target
+            name, index = place
             if name == "down_proj":
                 self._kernels.put_down(self.packed, index, packed, scale)
             else:
