@@ -35,7 +35,7 @@ class TensorHeader(NamedTuple):
 def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
     """The tensors of all files. Raises CheckpointError naming file and tensor, also for one that two files hold."""
     tensors: dict[str, TensorHeader] = {}
-    with ThreadPoolExecutor(_READERS) as pool, _no_collection():
+    with ThreadPoolExecutor(_READERS) as pool, without_collection():
         for file, (text, data_bytes) in zip(files, pool.map(_header_text, files), strict=True):
             headers = _parse(file, text, data_bytes)
             for name in tensors.keys() & headers.keys():
@@ -50,8 +50,8 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hundreds of thousands of new objects without a cycle among them: looking for one takes longer than the rest."""
+def without_collection() -> Iterator[None]:
+    """For making hundreds of thousands of objects without a cycle among them: to look for one takes longer than all."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

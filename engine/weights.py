@@ -7,9 +7,8 @@ checked before any weight is read. Nothing in the directory is executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -21,8 +20,7 @@ from engine.json_files import read_json
 INDEX_NAME = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What the model wants of one tensor.
 
     part: this rank's slice along each dimension, None where the rank needs nothing of it (it is still checked).

@@ -19,7 +19,7 @@ from engine.weights import TensorHeader, TensorSpec
 GROUP_SIZE = 32
 PACKED_COLUMNS = 128  # columns of a packed tile
 MATRICES = ("gate_proj", "up_proj", "down_proj")
-_Place = tuple[str, int]  # a matrix of the expert with that number among this rank's
+_Store = Callable[[torch.Tensor], None]
 _Sink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -62,39 +62,43 @@ class FloatExperts(nn.Module):
         slots: the checkpoint's expert in each place, None where each is in its own.
         """
         specs: dict[str, TensorSpec] = {}
-        elsewhere = {name: self._tensor_specs(name == "down_proj", None) for name in MATRICES}
+        here, elsewhere = ({name: self._wanted(name, is_here) for name in MATRICES} for is_here in (True, False))
         for slot, expert in enumerate(slots or range(self.num_experts)):
-            here = slot in self.local
             for name in MATRICES:
-                parts = elsewhere[name]  # other ranks' experts ask for the same shapes: one spec serves them all
-                if here:
-                    parts = self._tensor_specs(name == "down_proj", (name, slot - self.local.start))
-                for ending, spec in parts.items():
-                    specs[f"{prefix}{expert}.{name}.{ending}"] = spec
+                matrix = f"{prefix}{expert}.{name}"
+                if slot not in self.local:  # one spec serves all experts of other ranks
+                    for ending, spec in elsewhere[name].items():
+                        specs[f"{matrix}.{ending}"] = spec
+                    continue
+                stores = self._stores(name, slot - self.local.start)
+                for (ending, spec), store in zip(here[name].items(), stores, strict=True):
+                    specs[f"{matrix}.{ending}"] = TensorSpec(spec.shape, spec.dtypes, spec.part, store)
         return specs
 
-    def _room(self, place: _Place) -> torch.Tensor:
+    def _wanted(self, name: str, is_here: bool) -> dict[str, TensorSpec]:
+        """How a matrix's name goes on -> what is wanted of that tensor, the store left open."""
+        part = self._part(name, self.columns) if is_here else None
+        return {"weight": TensorSpec(self._shape(name), FLOAT_TYPES, part, _nothing)}
+
+    def _stores(self, name: str, index: int) -> tuple[_Store, ...]:
+        """Of the tensors of `_wanted`; index: of the expert among this rank's."""
+
+        def store(value: torch.Tensor) -> None:
+            self._room(name, index).copy_(value)
+
+        return (store,)
+
+    def _room(self, name: str, index: int) -> torch.Tensor:
         """Where a matrix goes; looked up when it comes, since a view of each beforehand would take seconds."""
-        name, index = place
         if name == "down_proj":
             return self.down[index]
         return self.gate_up[index].chunk(2)[name == "up_proj"]
 
-    def _part(self, is_down: bool, columns: slice) -> tuple[slice, ...]:
-        return (WHOLE, columns) if is_down else (columns, WHOLE)
+    def _part(self, name: str, columns: slice) -> tuple[slice, ...]:
+        return (WHOLE, columns) if name == "down_proj" else (columns, WHOLE)
 
-    def _shape(self, is_down: bool) -> tuple[int, int]:
-        return (self.width, self.expert_width) if is_down else (self.expert_width, self.width)
-
-    def _tensor_specs(self, is_down: bool, place: _Place | None) -> dict[str, TensorSpec]:
-        """How a matrix's name goes on -> what is wanted of that tensor; place: where it goes, None for nowhere."""
-        if place is None:
-            return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, None, _nothing)}
-
-        def store(value: torch.Tensor) -> None:
-            self._room(place).copy_(value)
-
-        return {"weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, self._part(is_down, self.columns), store)}
+    def _shape(self, name: str) -> tuple[int, int]:
+        return (self.width, self.expert_width) if name == "down_proj" else (self.expert_width, self.width)
 
 
 class Int4Experts(FloatExperts):
@@ -102,28 +106,32 @@ class Int4Experts(FloatExperts):
 
     group_size = GROUP_SIZE
 
-    def _tensor_specs(self, is_down: bool, place: _Place | None) -> dict[str, TensorSpec]:
-        out, width = self._shape(is_down)
+    def _wanted(self, name: str, is_here: bool) -> dict[str, TensorSpec]:
+        out, width = self._shape(name)
         if width % GROUP_SIZE:
             raise ValueError(f"{width} input columns of an expert are not whole groups of {GROUP_SIZE}.")
-        if place is None:
-            parts, stores = (None, None, None), (_nothing, _nothing, _nothing)
-        else:
-            words, groups = (
-                self._part(is_down, _divided(self.columns, by) if is_down else self.columns) for by in (8, GROUP_SIZE)
+        words = scales = shape = None
+        if is_here:
+            is_down = name == "down_proj"
+            words, scales = (
+                self._part(name, _divided(self.columns, by) if is_down else self.columns) for by in (8, GROUP_SIZE)
             )
-            unpacker = _Unpacker((out, width), self._sink(place))
-            parts, stores = (words, groups, (WHOLE,)), (unpacker.packed, unpacker.scale, unpacker.shape)
-        shapes = (out, width // 8), (out, width // GROUP_SIZE), (2,)
-        types = ("I32",), FLOAT_TYPES, ("I32", "I64")
-        endings = ("weight_packed", "weight_scale", "weight_shape")
-        return dict(zip(endings, map(TensorSpec, shapes, types, parts, stores), strict=True))
+            shape = (WHOLE,)
+        return {
+            "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing),
+            "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing),
+            "weight_shape": TensorSpec((2,), ("I32", "I64"), shape, _nothing),
+        }
 
-    def _sink(self, place: _Place) -> _Sink:
+    def _stores(self, name: str, index: int) -> tuple[_Store, ...]:
+        unpacker = _Unpacker(self._shape(name), self._sink(name, index))
+        return unpacker.packed, unpacker.scale, unpacker.shape
+
+    def _sink(self, name: str, index: int) -> _Sink:
         """What takes a weight's words and scales once both are read."""
 
         def expand(packed: torch.Tensor, scale: torch.Tensor) -> None:
-            self._room(place).copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
+            self._room(name, index).copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
 
         return expand
 
@@ -168,9 +176,8 @@ class PackedInt4Experts(Int4Experts):
             x_TD, ids_TK.int(), weights_TK, self.packed, shared_act_TI, shared_down_DI, plan, in_parts=self.in_parts
         )
 
-    def _sink(self, place: _Place) -> _Sink:
+    def _sink(self, name: str, index: int) -> _Sink:
         def pack(packed: torch.Tensor, scale: torch.Tensor) -> None:
-            name, index = place
             if name == "down_proj":
                 self._kernels.put_down(self.packed, index, packed, scale)
             else:

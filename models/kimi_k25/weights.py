@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.checkpoint_headers import without_collection
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError
 from engine.expert_map import ExpertMap
@@ -79,26 +80,32 @@ def _check_head_widths(config: KimiConfig) -> None:
 def _load_checkpoint(
     directory: str, config: KimiConfig, parallel: ParallelState, build: Callable[[str], KimiModel], self_test: bool
 ) -> KimiModel:
-    checkpoint = Checkpoint(directory)
-    skipped = checkpoint.skip(VISION_PREFIXES)
     is_check = parallel.device.type == "meta"
-    if skipped and parallel.rank == 0 and not is_check:
-        logger.info("%d tensors of %s passed over: this engine serves text only", skipped, ", ".join(VISION_PREFIXES))
-    try:
-        storage = detect_storage(checkpoint.tensors)
-    except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
-    _check_counts(config, len(checkpoint.tensors))
-    model = build(storage)
-    prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
-    specs = model.specs(prefix)
-    checkpoint.check(specs)
+    with without_collection():
+        checkpoint, storage = _open(directory, parallel.rank == 0 and not is_check)
+        _check_counts(config, len(checkpoint.tensors))
+        model = build(storage)
+        prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
+        specs = model.specs(prefix)
+        checkpoint.check(specs)
     if is_check:
         return model
     checkpoint.load(specs)
     if self_test and storage == "int4" and config.moe_layers:
         _test_experts(model, checkpoint, specs, prefix)
     return model
+
+
+def _open(directory: str, tells: bool) -> tuple[Checkpoint, str]:
+    """The text model's tensors, and how the routed experts are stored."""
+    checkpoint = Checkpoint(directory)
+    skipped = checkpoint.skip(VISION_PREFIXES)
+    if skipped and tells:
+        logger.info("%d tensors of %s passed over: this engine serves text only", skipped, ", ".join(VISION_PREFIXES))
+    try:
+        return checkpoint, detect_storage(checkpoint.tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from models.kimi_k25.synthetic import Plan, write
 from tests.processes import PYTHON
 
 MIB = 2**20
+SLACK = 16 * MIB  # Python's objects, and what the allocator keeps in pieces
 SIZES = {
     "num_hidden_layers": 5, "n_routed_experts": 8, "hidden_size": 1024, "intermediate_size": 2048,
     "moe_intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 4096,
@@ -65,11 +66,11 @@ def loaded(tmp_path_factory) -> dict[str, int]:
 def test_b155_the_peak_is_the_model_and_about_one_file(loaded):
     """A whole checkpoint held beside the model would be twice the weights."""
     assert loaded["weights"] > 12 * loaded["largest file"] > 60 * MIB
-    assert loaded["peak"] < loaded["weights"] + 1.5 * loaded["largest file"] + 8 * MIB
+    assert loaded["peak"] < loaded["weights"] + 1.5 * loaded["largest file"] + SLACK
 
 
 def test_b156_what_loading_took_is_given_back(loaded):
-    assert loaded["after"] < loaded["weights"] + 8 * MIB
+    assert loaded["after"] < loaded["weights"] + SLACK
 
 
 @pytest.mark.slow
@@ -82,5 +83,6 @@ def test_all_headers_of_the_full_checkpoint_in_seconds(tmp_path):
         files = ModelFiles.read(config)
         started = time.process_time()
         model = load_share(config, files, ParallelState(device=torch.device("meta"), rank=7, tp=8, ep=ep))
-        assert time.process_time() - started < 5
+        taken = time.process_time() - started
+        assert taken < 5, f"{taken:.1f} s with ep={ep}"
         assert model.expert_storage == "int4" and len(model.layers) == 61

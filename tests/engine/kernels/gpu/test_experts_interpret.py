@@ -133,7 +133,7 @@ def test_b145_the_self_test_passes_sound_kernels_and_names_a_wrong_product(monke
         for name in MATRICES:
             shape = (WIDTH, INNER) if name == "down_proj" else (INNER, WIDTH)
             packed = random_matrix(*shape, generator)
-            experts._sink((name, expert))(*packed)
+            experts._sink(name, expert)(*packed)
             if expert == index:
                 matrices[name] = packed
     monkeypatch.setattr(expert_check, "ROWS", (1, 7))
