@@ -77,6 +77,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true", help="run without CUDA graphs")
     engine.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy makes weights up")
+    engine.add_argument("--verify-checksums", action="store_true", help="compare weight files with SHA256SUMS at start")
+    engine.add_argument(
+        "--self-test",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="try one INT4 expert against its plain matrices after loading",
+    )
     engine.add_argument("--seed", type=int, default=0)
     engine.add_argument("--num-threads", type=int, help="CPU threads a rank")
     engine.add_argument(

@@ -44,13 +44,15 @@ class DraftRows:
 class Drafter(Protocol):
     """feature_layers: the states that `extend` wants, each the residual stream as it enters that target layer (the
     number of layers: as it leaves the last), in order. cache_width: numbers a token in its cache. max_positions: tokens
-    at or beyond it are not guessed well. All methods may be captured in a CUDA graph if `is_capturable`.
+    at or beyond it are not guessed well. weight_bytes: of its own weights, the target's left out. All methods may be
+    captured in a CUDA graph if `is_capturable`.
     """
 
     name: str
     feature_layers: tuple[int, ...]
     cache_width: int
     max_positions: int
+    weight_bytes: int
     is_capturable: bool
 
     def extend(

@@ -98,12 +98,31 @@ def known_bytes(config: EngineConfig) -> int | None:
     return CPU_CACHE_BYTES if config.device == "cpu" else None
 
 
+def given_bytes(config: EngineConfig, model_config: Any, draft_width: int = 0) -> int | None:
+    """Of the blocks that kv_cache_memory_gb asks for and requests can use; None where it asks for none."""
+    if config.kv_cache_memory_gb is None:
+        return None
+    layers = model_config.num_hidden_layers
+    size = token_bytes(config, layers, model_config, draft_width) * BLOCK_SIZE
+    wanted = config.max_model_len or model_config.max_position_embeddings
+    return min(int(config.kv_cache_memory_gb * GIB) // size, most_useful_blocks(config, wanted)) * size
+
+
+def most_useful_blocks(config: EngineConfig, longest: int) -> int:
+    """More than these no requests could hold, all at their longest; block 0 included."""
+    return config.max_num_seqs * -(-longest // BLOCK_SIZE) + 1
+
+
 def block_bytes(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
     """Of the target's cache and the draft's, which has the same blocks and numbers of the model's type."""
+    draft_width = 0 if drafter is None else drafter.cache_width
+    return token_bytes(config, files.model_config.num_hidden_layers, model, draft_width) * BLOCK_SIZE
+
+
+def token_bytes(config: EngineConfig, num_layers: int, model: Any, draft_width: int = 0) -> int:
+    """Of a token in all layers' caches and the draft's. model: the model, or its config, which says its widths too."""
     width, dtype = row_shape(config, model)
-    row_bytes = files.model_config.num_hidden_layers * width * dtype.itemsize
-    row_bytes += 0 if drafter is None else drafter.cache_width * getattr(torch, config.dtype).itemsize
-    return row_bytes * BLOCK_SIZE
+    return num_layers * width * dtype.itemsize + draft_width * getattr(torch, config.dtype).itemsize
 
 
 def row_shape(config: EngineConfig, model: Any) -> tuple[int, torch.dtype]:
@@ -111,15 +130,6 @@ def row_shape(config: EngineConfig, model: Any) -> tuple[int, torch.dtype]:
     layout = LAYOUTS[config.kv_cache_dtype]
     width = layout.width(model.latent_width, model.cache_width - model.latent_width)
     return width, layout.dtype(getattr(torch, config.dtype))
-
-
-def check_weights(weights: int, total: int) -> None:
-    """Raises ConfigError where a GPU of `total` bytes cannot even hold so many bytes of weights."""
-    if weights > total - margin_bytes(total):
-        raise ConfigError(
-            f"a rank's weights take {_gib(weights)} GiB, and its GPU has {_gib(total)} GiB, of which "
-            f"{_gib(margin_bytes(total))} are kept free; use more ranks."
-        )
 
 
 def num_host_blocks(config: EngineConfig, files: ModelFiles, model: Any, drafter: Any = None) -> int:
@@ -158,8 +168,7 @@ def plan(
             f"max_model_len={wanted} is more than the {files.model_config.max_position_embeddings} positions of "
             "the model; lower it."
         )
-    most_useful = config.max_num_seqs * -(-wanted // BLOCK_SIZE) + 1
-    num_blocks = min(fitting, most_useful)
+    num_blocks = min(fitting, most_useful_blocks(config, wanted))
     measured = memory if config.kv_cache_memory_gb is None else None
     _check_blocks(num_blocks, block_bytes, budget, measured)
     longest = min(wanted, (num_blocks - 1) * BLOCK_SIZE)

@@ -43,6 +43,8 @@ class EngineConfig:
     max_queued_requests answers wait behind the server; queue_timeout: seconds a request may wait for its first step,
     request_timeout: for its end.
     comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
+    verify_checksums reads every weight file whole before the start and compares it with its published SHA-256;
+    self_test multiplies by one INT4 expert after loading and compares with its plain matrices.
     expert_load counts on the device which experts tokens are routed to. expert_map: a JSON file (or what it holds) that
     says which physical slot holds which expert; see engine.expert_map.
     step_timeout: seconds within a step in which no rank gets any further, after which the engine stops and names the
@@ -82,6 +84,8 @@ class EngineConfig:
     seed: int = 0
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
+    verify_checksums: bool = False
+    self_test: bool = True
     expert_load: bool = True
     expert_map: str | list | dict | None = None
     step_timeout: float = 20.0
@@ -126,11 +130,13 @@ class EngineConfig:
             raise ConfigError(f"max_step_ms must be milliseconds from 0 (no bound) to {MAX_COUNT}, not {bound!r}.")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError("hf_overrides must be a JSON object of config keys.")
-        for name in ("expert_load", "adaptive_draft_tokens", "enable_prefix_caching"):
+        for name in ("verify_checksums", "self_test", "expert_load", "adaptive_draft_tokens", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}.")
         if self.kv_offload_gb and not self.enable_prefix_caching:
             raise ConfigError("kv_offload_gb keeps cached prompts; turn enable_prefix_caching on or leave it out.")
+        if self.verify_checksums and self.load_format == "dummy":
+            raise ConfigError("verify_checksums reads weight files, and made-up weights have none; leave it out.")
         self._check_expert_map()
         self._check_share()
 

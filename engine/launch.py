@@ -33,7 +33,7 @@ from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.model_files import ModelFiles
-from engine.model_loading import check_model
+from engine.model_loading import check_model, verify_checksums
 from engine.model_runner import ModelRunner
 from engine.replica import Replica
 from engine.tokenizer import Tokenizer
@@ -159,7 +159,12 @@ def start_engine(config: EngineConfig, must_exit: bool = False) -> tuple[EngineC
     config = _resolve(config)
     world_size = _world_size(config)
     files = ModelFiles.read(config)
-    check_model(config, files)
+    expected = check_model(config, files)
+    if expected is not None and os.environ.get("RANK", "0") == "0":
+        log.logger.info("preflight: %s", expected)
+    if config.verify_checksums:
+        local = (os.environ.get(name, default) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+        verify_checksums(config, files, *(map(int, local) if world_size > 1 else ()))
     ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
         return _build(config, files, ranks), ranks

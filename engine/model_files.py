@@ -62,21 +62,7 @@ class ModelFiles:
     @classmethod
     def read(cls, config: EngineConfig) -> ModelFiles:
         """Raises ConfigError in one sentence for a path that is no checkpoint of a known model."""
-        directory = Path(config.model)
-        if not os.path.exists(directory):  # Path.exists raises for a name that is too long
-            raise ConfigError(
-                f"model {config.model[:200]!r} does not exist; give the path of a Hugging Face checkpoint directory."
-            )
-        if not (directory / "config.json").is_file():
-            raise ConfigError(
-                f"{directory} holds no config.json; give the path of a Hugging Face checkpoint directory."
-            )
-        raw = _override(read_json(directory / "config.json"), config.hf_overrides)
-        try:
-            entry = models.find(raw)
-            model_config = entry.parse_config(raw)
-        except ValueError as error:
-            raise ConfigError(f"{directory}: {error}") from error
+        directory, entry, model_config = read_model_config(config)
         return cls(
             directory,
             entry,
@@ -93,6 +79,25 @@ class ModelFiles:
         listed = token_ids(self.generation_config.get("eos_token_id"), "eos_token_id", self.model_config.vocab_size)
         ends = (self.tokenizer.eos_id, self.tokenizer.im_end_id, self.tokenizer.eot_id)
         return frozenset(i for i in (*listed, *self.model_config.eos_token_ids, *ends) if i is not None)
+
+
+def read_model_config(config: EngineConfig) -> tuple[Path, models.ModelEntry, Any]:
+    """The checkpoint's directory, the model that its config.json names, and that model's own configuration.
+
+    Raises ConfigError in one sentence."""
+    directory = Path(config.model)
+    if not os.path.exists(directory):  # Path.exists raises for a name that is too long
+        raise ConfigError(
+            f"model {config.model[:200]!r} does not exist; give the path of a Hugging Face checkpoint directory."
+        )
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} holds no config.json; give the path of a Hugging Face checkpoint directory.")
+    raw = _override(read_json(directory / "config.json"), config.hf_overrides)
+    try:
+        entry = models.find(raw)
+        return directory, entry, entry.parse_config(raw)
+    except ValueError as error:
+        raise ConfigError(f"{directory}: {error}") from error
 
 
 def _generation_config(path: Path, vocab_size: int) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from draft.base import Drafter, TargetShape
-from engine import cache_plan
+from engine import cache_plan, checksums, preflight
 from engine.attention import backend as attention_backends
 from engine.comm import choice, choice_rule
 from engine.comm import dispatcher as dispatchers
@@ -17,25 +18,39 @@ from engine.config import ConfigError, EngineConfig
 from engine.expert_map import ExpertMap
 from engine.kernels import table as kernel_table
 from engine.model_files import ModelFiles
-from engine.weights import CheckpointError
+from engine.weights import CheckpointError, weight_files
 
 
-def check_model(config: EngineConfig, files: ModelFiles) -> None:
+def check_model(config: EngineConfig, files: ModelFiles) -> str | None:
     """Finds what a ModelRunner would refuse on any rank, without a process group and before any weight is read.
 
-    Raises ConfigError with the sum, CheckpointError naming file and tensor.
+    Returns what to expect of a GPU's memory, None where there is none. Raises ConfigError with the sum, CheckpointError
+    naming file and tensor.
     """
     _check_dispatcher(config, files)
     parallel = ParallelState(device=torch.device("meta"), **config.placement())
     model = load_share(config, files, parallel)
     drafter = load_draft(config, files, parallel, model)
+    expected = None
+    subject = preflight.Subject(files.entry, files.model_config, model.expert_storage != "float", files.draft)
     if config.device == "cuda":
-        cache_plan.check_weights(sum(p.nbytes for p in model.parameters()), gpu_bytes())
+        expected = preflight.verdict(config, subject, preflight.check(config, subject, gpu_bytes()))
     budget = cache_plan.known_bytes(config)
     block_bytes = cache_plan.block_bytes(config, files, model, drafter)
     cache_plan.num_host_blocks(config, files, model, drafter)
     if budget is not None:
         cache_plan.plan(config, files, block_bytes, budget, budget // block_bytes)
+    return expected
+
+
+def verify_checksums(config: EngineConfig, files: ModelFiles, place: int = 0, places: int = 1) -> None:
+    """Compares the weight files of model and draft with their checksums; of `places` processes each takes its part.
+
+    A draft that nothing is known of is passed over. Raises CheckpointError naming the file, ConfigError."""
+    checksums.verify(files.directory, [file.name for file in weight_files(files.directory)][place::places])
+    if files.draft is not None and checksums.expected_sums(Path(files.draft.directory)):
+        names = [file.name for file in weight_files(files.draft.directory)]
+        checksums.verify(Path(files.draft.directory), names[place::places])
 
 
 def gpu_bytes() -> int:
@@ -72,6 +87,7 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
             expert_map=ExpertMap.of(config, files.model_config.n_routed_experts, files.model_config.moe_layers),
             counts_experts=config.expert_load,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
+            self_test=config.self_test,
         )
     except (CheckpointError, ConfigError):
         raise

@@ -130,13 +130,9 @@ class Tokenizer:
         """A working tokenizer of any size of at least 512, the same every time: all bytes, then short lower-case words.
 
         Its control tokens are Kimi's, at the last 256 ids. Raises ConfigError for a vocabulary that is too small."""
-        num_ranks = vocab_size - NUM_SPECIAL_TOKENS
-        if num_ranks < 256:
-            raise ConfigError(
-                f"a vocabulary of {vocab_size} holds no 256 bytes and 256 control tokens; use 512 or more."
-            )
-        special_tokens, hidden = _special_tokens({}, num_ranks, Path("tokenizer_config.json"))
-        tokenizer = cls([bytes([i]) for i in range(256)] + _words(num_ranks - 256), special_tokens, hidden)
+        ranks = synthetic_ranks(vocab_size)
+        special_tokens, hidden = _special_tokens({}, len(ranks), Path("tokenizer_config.json"))
+        tokenizer = cls(ranks, special_tokens, hidden)
         tokenizer.check()
         return tokenizer
 
@@ -221,6 +217,14 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def synthetic_ranks(vocab_size: int) -> list[bytes]:
+    """The ordinary tokens of `Tokenizer.synthetic`: all but the last 256 ids. Raises ConfigError as it does."""
+    num_ranks = vocab_size - NUM_SPECIAL_TOKENS
+    if num_ranks < 256:
+        raise ConfigError(f"a vocabulary of {vocab_size} holds no 256 bytes and 256 control tokens; use 512 or more.")
+    return [bytes([i]) for i in range(256)] + _words(num_ranks - 256)
 
 
 def _words(count: int) -> list[bytes]:

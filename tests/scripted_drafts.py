@@ -61,6 +61,7 @@ class ScriptedDrafter:
     """`texts`: whole requests, prompts included. num_known, num_lost: requests that it found in its cache, or not."""
 
     name, feature_layers, cache_width, max_positions, is_capturable = "scripted", (1, 2), 1, 4096, True
+    weight_bytes = 0
 
     def __init__(self, hidden_size: int):
         self.script: Script = right

@@ -198,7 +198,7 @@ def same(left, right) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_loads_to_the_same_model(tmp_path, plain, layout):
+def test_b152_every_layout_loads_to_the_same_model(tmp_path, plain, layout):
     """The same weights in another wrapper, spelling, prefix or split give the same bits."""
     assert same(load(build_checkpoint(tmp_path, SMALL, **layout)).generate(oracle.prompts()[1:3], PARAMS), plain)
 
@@ -215,7 +215,7 @@ def test_files_are_found_by_the_index_alone(tmp_path, plain):
     assert same(load(tmp_path).generate(oracle.prompts()[1:3], PARAMS), plain)
 
 
-def test_vision_tensors_are_skipped_with_one_line(tmp_path, caplog):
+def test_b151_vision_tensors_are_skipped_with_one_line(tmp_path, caplog):
     build_checkpoint(tmp_path, SMALL, vision=True, shards=3)
     with caplog.at_level(logging.INFO):
         load(tmp_path)

@@ -348,12 +348,12 @@ def refusal(capsys, *options: str) -> str:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_b054_settings_that_cannot_work_are_refused_before_loading(nothing_loads, capsys, options, words):
+def test_b054_b158_settings_that_cannot_work_are_refused_before_loading(nothing_loads, capsys, options, words):
     line = refusal(capsys, "--device", "cpu", "--port", "0", *options)
     assert all(word in line for word in words), line
 
 
-def test_a_port_in_use_is_found_before_loading(nothing_loads, capsys):
+def test_b158_a_port_in_use_is_found_before_loading(nothing_loads, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert port in refusal(capsys, "--port", port)
@@ -373,7 +373,7 @@ def test_a_port_taken_while_loading(small, tmp_path):
             assert "serve.py: cannot listen" in program.output and "Traceback" not in program.output, program.output
 
 
-def test_a_missing_tokenizer_is_found_before_loading(nothing_loads, capsys, tmp_path):
+def test_b158_a_missing_tokenizer_is_found_before_loading(nothing_loads, capsys, tmp_path):
     directory = build_checkpoint(tmp_path, SMALL)
     (directory / "tiktoken.model").unlink()
     assert "tiktoken.model" in refusal(capsys, "--port", "0", "--device", "cpu", "--model", str(directory))

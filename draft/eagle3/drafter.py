@@ -25,6 +25,7 @@ class Eagle3Drafter:
         self.zeros = Zeros(model.dtype, model.parallel.device)
         self.cache_width = model.self_attn.cache_width
         self.max_positions = model.config.max_positions
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.is_capturable = model.self_attn.is_capturable and are_capturable(model.parallel)
 
     def extend(

@@ -17,11 +17,18 @@ from pathlib import Path
 from engine.bench.report import environment
 from engine.config import ConfigError
 from engine.doctor import plot
-from engine.doctor.arguments import add_world_arguments, settings_of
+from engine.doctor.arguments import (
+    add_memory_arguments,
+    add_world_arguments,
+    given_memory,
+    settings_of,
+    settle_memory_arguments,
+)
 from engine.doctor.diagnosis import Diagnosis, diagnose
 from engine.doctor.examine import examine, local_ranks
 from engine.doctor.findings import findings, measuring_world
 from engine.doctor.links import Links, inspect
+from engine.doctor.memory import memory_section
 from engine.doctor.report import links_section
 from engine.doctor.settings import Settings
 from engine.doctor.settle import settling_worlds
@@ -38,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="tokens/s of plain decoding of one request, measured on this machine: replaces the kernels' efficiency",
     )
+    add_memory_arguments(main_parser)
     main_parser.add_argument("--json", metavar="FILE", help="write everything there too, for scripts")
     main_parser.add_argument("--plot", metavar="FILE.png", help="draw latency over rows (extra plot: matplotlib)")
     return main_parser
@@ -48,18 +56,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ranks end in order
     try:
+        settle_memory_arguments(args)
         settings = settings_of(args)
         if args.json and not Path(args.json).absolute().parent.is_dir():
             raise ConfigError(f"--json {args.json}: its folder does not exist; make it first.")
         if args.plot:
             plot.check(args.plot)
-        return _run(args, settings, ["python", "-m", "engine.doctor", *arguments])
+        command = ["python", "-m", "engine.doctor", *arguments]
+        return _weigh(args, settings, command) if args.memory else _run(args, settings, command)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _weigh(args: argparse.Namespace, settings: Settings, command: Sequence[str]) -> int:
+    section, data = memory_section(settings, given_memory(args))
+    if os.environ.get("RANK", "0") == "0":
+        print(section.text())
+        if args.json:
+            Path(args.json).write_text(json.dumps(environment(command) | {"memory": data}, indent=2) + "\n")
+    return 0 if data["fits"] else 1
 
 
 def _run(args: argparse.Namespace, settings: Settings, command: Sequence[str]) -> int:

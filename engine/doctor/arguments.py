@@ -6,8 +6,9 @@ import argparse
 
 import torch
 
+from engine.cache_plan import GIB
 from engine.comm.dispatcher import DISPATCHERS
-from engine.config import FULL_CONFIG, ConfigError
+from engine.config import FULL_CONFIG, KV_CACHE_DTYPES, ConfigError
 from engine.doctor.examine import local_ranks, torchrun_ranks
 from engine.doctor.settings import MOST_ROWS, MOST_ROWS_ON_CPU, ROWS, Settings
 
@@ -26,6 +27,38 @@ def add_world_arguments(one: argparse.ArgumentParser) -> None:
         metavar="US,GB/S[,BYTES,FACTOR]",
         help="add the delay of such a link to every round; a call of BYTES or more takes FACTOR times as long",
     )
+
+
+def add_memory_arguments(one: argparse.ArgumentParser) -> None:
+    """What the model is to fit with, and into what."""
+    group = one.add_argument_group("memory")
+    group.add_argument(
+        "--memory", action="store_true", help="say what fits, measure nothing; exit code 1 if it does not"
+    )
+    group.add_argument("--gpus", type=int, metavar="N", help="for so many GPUs instead of this host's; means --memory")
+    group.add_argument("--gpu-memory-gb", type=float, metavar="GIB", help="for GPUs of such memory; means --memory")
+    group.add_argument("--draft", help="EAGLE-3 draft directory, or auto (default: none)")
+    group.add_argument("--max-model-len", type=int, help="tokens that the longest request must have room for")
+    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+
+
+def settle_memory_arguments(args: argparse.Namespace) -> None:
+    """GPUs given by hand are not these, so that nothing is measured. Raises ConfigError."""
+    for name in ("gpus", "gpu_memory_gb"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}.")
+    args.memory = args.memory or args.gpus is not None or args.gpu_memory_gb is not None
+    if args.memory:
+        args.tp = args.tp or args.gpus or max(torch.cuda.device_count(), 1)
+        args.device = "cpu"
+
+
+def given_memory(args: argparse.Namespace) -> int | None:
+    """Bytes of a GPU: as given, or of this host's first one, None without any."""
+    if args.gpu_memory_gb is not None:
+        return int(args.gpu_memory_gb * GIB)
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else None
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -47,6 +80,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         dispatchers,
         simulate_link=args.simulate_link,
         seconds=args.seconds,
+        draft=getattr(args, "draft", None),
+        max_model_len=getattr(args, "max_model_len", None),
+        kv_cache_dtype=getattr(args, "kv_cache_dtype", "auto"),
     )
     settings.check(gpus)
     if device == "cuda" and local_ranks(settings) > gpus:

@@ -13,15 +13,12 @@ from engine.doctor.cliffs import explain, find_cliffs
 from engine.doctor.findings import Findings
 from engine.doctor.forecast import Machine, anchored, forecast
 from engine.doctor.links import Links
-from engine.doctor.memory import memory_sum
+from engine.doctor.memory import memory_section
 from engine.doctor.placement import Placement
 from engine.doctor.report import Section
 from engine.doctor.settings import Settings
 from engine.doctor.settle import better_setting, sentences, settled_rows
 from engine.doctor.team import Outcome
-
-COMMON_MEMORY = 96 * 10**9
-"""A GPU's memory to reckon with where there is none: the founding host's kind."""
 
 
 @dataclass
@@ -51,7 +48,7 @@ def diagnose(
     machine = _machine(findings, placement, plain_rate)
     result = forecast(placement, machine)
     cliffs = _cliff_sentences(findings, placement, is_gpu or settings.simulate_link is not None)
-    memory = memory_sum(placement.sizes, links.gpus[0]["memory"] if links.gpus else COMMON_MEMORY)
+    memory, memory_data = memory_section(settings, links.gpus[0]["memory"] if links.gpus else None)
     setting = better_setting(outcomes, settings.rows, findings.collectives.get("all-reduce", {}))
     said = advice(links, cliffs, findings, placement, result, is_gpu, setting)
     where = f"{settings.tp} rank{'s' * (settings.tp > 1)}, {placement.name}, on {settings.device}"
@@ -63,7 +60,7 @@ def diagnose(
         _settled(settings, outcomes, is_quick),
         report.step_section(findings, settings, machine),
         report.forecast_section(result, machine, placement),
-        Section("Memory", [], [memory.sentence(), *_reckoned(links)]),
+        memory,
         Section("Advice", [], [f"{number}. {text}" for number, text in enumerate(said, 1)]),
     ]
     data = {
@@ -74,7 +71,7 @@ def diagnose(
         "settled": settled_rows(outcomes, settings.rows),
         "steps": sections[5].rows,
         "forecast": report.forecast_json(result) | {"inputs": asdict(machine)},
-        "memory": asdict(memory) | {"tokens": memory.tokens},
+        "memory": memory_data,
         "advice": said,
     }
     title = f"Turnout's doctor: {where}"
@@ -111,7 +108,3 @@ def _settled(settings: Settings, outcomes: Mapping[str, Outcome], is_quick: bool
         return None
     notes = ["us of an all-reduce inside a CUDA graph, by rows; each setting with processes of its own."]
     return Section(title, settled_rows(outcomes, settings.rows), notes + sentences(outcomes, settings.rows))
-
-
-def _reckoned(links: Links) -> list[str]:
-    return [] if links.gpus else [f"No GPU here: reckoned for one of {COMMON_MEMORY / 1e9:.0f} GB."]

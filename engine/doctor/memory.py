@@ -1,56 +1,38 @@
-"""What a rank's memory holds, from the model's sizes alone.
-
-One pure sum, so that a check before a start can use the very same figures.
-"""
+"""What a rank's memory holds, and over how many GPUs the model fits: the preflight's sum as a section."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from engine.bench.roofline import ShareSizes
-from engine.cache_plan import margin_bytes
-from engine.config import EngineConfig
+from engine.cache_plan import GIB
+from engine.config import ConfigError
+from engine.doctor.report import Section
+from engine.doctor.settings import Settings
+from engine.preflight import Subject, verdict, weigh, worlds
 
-WORKSPACE_BYTES = 2 * 10**9
-"""Activations of the largest step, the library's own buffers and the context: an allowance, not a count."""
-
-
-@dataclass(frozen=True)
-class MemorySum:
-    """Bytes of one rank; `cache` is what is left for the KV cache, below zero where the weights do not fit."""
-
-    total: int
-    weights: float
-    graphs: int
-    workspace: int
-    cache: float
-    token_bytes: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of context that fit, all requests together."""
-        return max(int(self.cache // self.token_bytes), 0)
-
-    def sentence(self) -> str:
-        parts = (
-            f"{self.weights / 1e9:.1f} GB of weights, {self.graphs / 1e9:.1f} for graphs, {self.workspace / 1e9:.1f}"
-        )
-        if self.cache <= 0:
-            return (
-                f"A rank needs {parts} for a step, more than its {self.total / 1e9:.0f} GB less "
-                f"{margin_bytes(self.total) / 1e9:.1f} kept free: the model does not fit; use more ranks."
-            )
-        return (
-            f"A rank of {self.total / 1e9:.0f} GB holds {parts} for a step and {self.cache / 1e9:.1f} GB of cache = "
-            f"{self.tokens:,} tokens of context in all, {self.token_bytes / 1e3:.1f} kB each on every rank."
-        )
+COMMON_MEMORY = 97_887 * 2**20
+"""A GPU's memory to reckon with where there is none: the founding host's kind."""
 
 
-def memory_sum(sizes: ShareSizes, total: int, graph_memory_gb: float = EngineConfig.graph_memory_gb) -> MemorySum:
-    """The sum for a rank with `total` bytes of memory, of which the engine keeps `margin_bytes` free.
+def memory_section(settings: Settings, total: int | None) -> tuple[Section, dict[str, Any]]:
+    """The section, and what scripts read of it: "fits", "verdict" and the sum of each number of ranks.
 
-    Weights as the checkpoint stores them (experts INT4 where it has them so), embedding and head sharded.
-    """
-    graphs, weights = int(graph_memory_gb * 2**30), sizes.total_bytes()
-    cache = total - margin_bytes(total) - weights - graphs - WORKSPACE_BYTES
-    return MemorySum(total, weights, graphs, WORKSPACE_BYTES, cache, sizes.kv_bytes(1))
+    total: bytes of each GPU, None where there is none. Raises ConfigError for a draft or a directory that makes no
+    sense."""
+    config, memory = settings.engine_config(), total or COMMON_MEMORY
+    subject = Subject.read(config)
+    sums = [one for one in worlds(config, subject, memory) if one.tp <= 2 * settings.tp]
+    try:
+        found = weigh(config, subject, memory)
+        fits, said = found.fits, verdict(config, subject, found)
+    except ConfigError as error:
+        fits, said = False, f"does not fit: {error}"
+    rows = [one.row() for one in sums]
+    notes = [
+        said[0].upper() + said[1:],
+        "GiB a rank by kind. KV kB/token is on every rank. Weights and KV are counted to the byte; a step is an "
+        "allowance, and a start measures it.",
+    ]
+    if total is None:
+        notes.append(f"No GPU here: reckoned for one of {COMMON_MEMORY / GIB:.1f} GiB.")
+    return Section("Memory", rows, notes), {"fits": fits, "verdict": said, "total": memory, "worlds": rows}

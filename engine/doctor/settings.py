@@ -11,7 +11,7 @@ import torch
 
 import models
 from engine.comm.dispatcher import DISPATCHERS, DispatchLimits
-from engine.config import FULL_CONFIG, ConfigError
+from engine.config import FULL_CONFIG, ConfigError, EngineConfig
 from engine.doctor.simulate import SlowLink, parse_link
 from engine.json_files import read_json
 
@@ -23,7 +23,7 @@ MOST_ROWS_ON_CPU = 64
 @dataclass(frozen=True)
 class Settings:
     """tp ranks in ep expert groups on `device` ("cpu" or "cuda"); rows: sizes to measure; dispatchers:
-    those to measure; seconds: of the whole run."""
+    those to measure; seconds: of the whole run. draft, max_model_len, kv_cache_dtype: what the model is to fit with."""
 
     tp: int
     ep: int
@@ -33,6 +33,22 @@ class Settings:
     dispatchers: tuple[str, ...] = tuple(DISPATCHERS)
     simulate_link: str | None = None
     seconds: float = 60.0
+    draft: str | None = None
+    max_model_len: int | None = None
+    kv_cache_dtype: str = "auto"
+
+    def engine_config(self) -> EngineConfig:
+        """The engine that would serve the model, on GPUs. Raises ConfigError."""
+        return EngineConfig(
+            self.model,
+            tp=self.tp,
+            ep=self.ep,
+            draft=self.draft,
+            device="cuda",
+            dtype="bfloat16",
+            max_model_len=self.max_model_len,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
 
     def model_config(self) -> Any:
         """The model's configuration, read from its directory; no weights. Raises ConfigError."""
@@ -78,6 +94,7 @@ class Settings:
         if experts % self.ep:
             raise ConfigError(f"--ep {self.ep} does not divide the model's {experts} experts; use another one.")
         self.link()
+        self.engine_config()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

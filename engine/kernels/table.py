@@ -138,3 +138,8 @@ KERNELS: dict[str, Callable[[], Kernels]] = {"reference": _reference, "triton": 
 def choose(device: torch.device, dtype: torch.dtype) -> str:
     """Triton's for bfloat16 on a GPU; float32 and CPUs take the reference."""
     return "triton" if device.type == "cuda" and dtype == torch.bfloat16 else "reference"
+
+
+def reads_packed_experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """What the chosen kernels say of it, told without loading them."""
+    return choose(device, dtype) == "triton"

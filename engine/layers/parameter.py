@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -33,7 +32,7 @@ def reordered(spec: TensorSpec, order: Sequence[int]) -> TensorSpec:
     def store(value: torch.Tensor) -> None:
         spec.store(value[rows])
 
-    return replace(spec, store=store)
+    return spec._replace(store=store)
 
 
 def spec(shape: tuple[int, ...], part: tuple[slice, ...], target: torch.Tensor) -> TensorSpec:

@@ -13,11 +13,13 @@ from torch import nn
 
 from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
-from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty
+from engine.layers.parameter import FLOAT_TYPES, WHOLE, empty
 from engine.weights import TensorHeader, TensorSpec
 
 GROUP_SIZE = 32
 PACKED_COLUMNS = 128  # columns of a packed tile
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+_Store = Callable[[torch.Tensor], None]
 _Sink = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -26,6 +28,7 @@ class FloatExperts(nn.Module):
 
     group_size = 1
     is_capturable = False
+    in_parts = False  # whether few rows may come as parts of a sum, for which every row needs all its experts here
 
     def __init__(self, num_experts: int, width: int, expert_width: int, parallel: ParallelState, dtype: torch.dtype):
         super().__init__()
@@ -59,29 +62,43 @@ class FloatExperts(nn.Module):
         slots: the checkpoint's expert in each place, None where each is in its own.
         """
         specs: dict[str, TensorSpec] = {}
+        here, elsewhere = ({name: self._wanted(name, is_here) for name in MATRICES} for is_here in (True, False))
         for slot, expert in enumerate(slots or range(self.num_experts)):
-            here = slot in self.local
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                target = self._target(name, slot - self.local.start) if here else None
-                specs |= self._tensor_specs(f"{prefix}{expert}.{name}", name == "down_proj", target)
+            for name in MATRICES:
+                matrix = f"{prefix}{expert}.{name}"
+                if slot not in self.local:  # one spec serves all experts of other ranks
+                    for ending, spec in elsewhere[name].items():
+                        specs[f"{matrix}.{ending}"] = spec
+                    continue
+                stores = self._stores(name, slot - self.local.start)
+                for (ending, spec), store in zip(here[name].items(), stores, strict=True):
+                    specs[f"{matrix}.{ending}"] = TensorSpec(spec.shape, spec.dtypes, spec.part, store)
         return specs
 
-    def _target(self, name: str, index: int) -> torch.Tensor:
+    def _wanted(self, name: str, is_here: bool) -> dict[str, TensorSpec]:
+        """How a matrix's name goes on -> what is wanted of that tensor, the store left open."""
+        part = self._part(name, self.columns) if is_here else None
+        return {"weight": TensorSpec(self._shape(name), FLOAT_TYPES, part, _nothing)}
+
+    def _stores(self, name: str, index: int) -> tuple[_Store, ...]:
+        """Of the tensors of `_wanted`; index: of the expert among this rank's."""
+
+        def store(value: torch.Tensor) -> None:
+            self._room(name, index).copy_(value)
+
+        return (store,)
+
+    def _room(self, name: str, index: int) -> torch.Tensor:
+        """Where a matrix goes; looked up when it comes, since a view of each beforehand would take seconds."""
         if name == "down_proj":
             return self.down[index]
         return self.gate_up[index].chunk(2)[name == "up_proj"]
 
-    def _part(self, is_down: bool, columns: slice) -> tuple[slice, ...]:
-        return (WHOLE, columns) if is_down else (columns, WHOLE)
+    def _part(self, name: str, columns: slice) -> tuple[slice, ...]:
+        return (WHOLE, columns) if name == "down_proj" else (columns, WHOLE)
 
-    def _shape(self, is_down: bool) -> tuple[int, int]:
-        return (self.width, self.expert_width) if is_down else (self.expert_width, self.width)
-
-    def _tensor_specs(self, name: str, is_down: bool, target: torch.Tensor | None) -> dict[str, TensorSpec]:
-        if target is None:
-            return {f"{name}.weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, None, _nothing)}
-        part = self._part(is_down, self.columns)
-        return {f"{name}.weight": TensorSpec(self._shape(is_down), FLOAT_TYPES, part, copy_into(target))}
+    def _shape(self, name: str) -> tuple[int, int]:
+        return (self.width, self.expert_width) if name == "down_proj" else (self.expert_width, self.width)
 
 
 class Int4Experts(FloatExperts):
@@ -89,27 +106,32 @@ class Int4Experts(FloatExperts):
 
     group_size = GROUP_SIZE
 
-    def _tensor_specs(self, name: str, is_down: bool, target: torch.Tensor | None) -> dict[str, TensorSpec]:
-        out, width = self._shape(is_down)
+    def _wanted(self, name: str, is_here: bool) -> dict[str, TensorSpec]:
+        out, width = self._shape(name)
         if width % GROUP_SIZE:
-            raise ValueError(f"{name}: {width} input columns are not whole groups of {GROUP_SIZE}.")
-        packed_part = scale_part = shape_part = None
-        unpacker = _Unpacker((out, width), self._sink(target))
-        if target is not None:
-            packed_part = self._part(is_down, _divided(self.columns, 8) if is_down else self.columns)
-            scale_part = self._part(is_down, _divided(self.columns, GROUP_SIZE) if is_down else self.columns)
-            shape_part = (WHOLE,)
+            raise ValueError(f"{width} input columns of an expert are not whole groups of {GROUP_SIZE}.")
+        words = scales = shape = None
+        if is_here:
+            is_down = name == "down_proj"
+            words, scales = (
+                self._part(name, _divided(self.columns, by) if is_down else self.columns) for by in (8, GROUP_SIZE)
+            )
+            shape = (WHOLE,)
         return {
-            f"{name}.weight_packed": TensorSpec((out, width // 8), ("I32",), packed_part, unpacker.packed),
-            f"{name}.weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scale_part, unpacker.scale),
-            f"{name}.weight_shape": TensorSpec((2,), ("I32", "I64"), shape_part, unpacker.shape),
+            "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing),
+            "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing),
+            "weight_shape": TensorSpec((2,), ("I32", "I64"), shape, _nothing),
         }
 
-    def _sink(self, target: torch.Tensor | None) -> _Sink:
+    def _stores(self, name: str, index: int) -> tuple[_Store, ...]:
+        unpacker = _Unpacker(self._shape(name), self._sink(name, index))
+        return unpacker.packed, unpacker.scale, unpacker.shape
+
+    def _sink(self, name: str, index: int) -> _Sink:
         """What takes a weight's words and scales once both are read."""
 
         def expand(packed: torch.Tensor, scale: torch.Tensor) -> None:
-            target.copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
+            self._room(name, index).copy_(reference.unpack_int4(packed, scale, GROUP_SIZE))
 
         return expand
 
@@ -154,12 +176,8 @@ class PackedInt4Experts(Int4Experts):
             x_TD, ids_TK.int(), weights_TK, self.packed, shared_act_TI, shared_down_DI, plan, in_parts=self.in_parts
         )
 
-    def _target(self, name: str, index: int) -> tuple[str, int]:
-        return name, index
-
-    def _sink(self, target: tuple[str, int] | None) -> _Sink:
+    def _sink(self, name: str, index: int) -> _Sink:
         def pack(packed: torch.Tensor, scale: torch.Tensor) -> None:
-            name, index = target
             if name == "down_proj":
                 self._kernels.put_down(self.packed, index, packed, scale)
             else:

@@ -86,6 +86,17 @@ class KimiConfig:
     def moe_layers(self) -> range:
         return range(min(self.first_k_dense_replace, self.num_hidden_layers), self.num_hidden_layers)
 
+    @property
+    def latent_width(self) -> int:
+        """Numbers of a token in a layer's KV cache that are the latent's; they come first and may be kept in fewer
+        bits."""
+        return self.kv_lora_rank
+
+    @property
+    def cache_width(self) -> int:
+        """All numbers of a token in a layer's KV cache: the latent and the roped key shared by all heads."""
+        return self.latent_width + self.qk_rope_head_dim
+
     def is_dense(self, layer: int) -> bool:
         return layer < self.first_k_dense_replace
 

@@ -251,13 +251,13 @@ class KimiModel(nn.Module):
 
     @property
     def cache_width(self) -> int:
-        """Numbers a token a layer: the latent and the roped key shared by all heads."""
-        return self.latent_width + self.config.qk_rope_head_dim
+        """Numbers a token a layer."""
+        return self.config.cache_width
 
     @property
     def latent_width(self) -> int:
-        """Of those the latent's, which come first and may be kept in fewer bits."""
-        return self.config.kv_lora_rank
+        """Of those the latent's."""
+        return self.config.latent_width
 
     def specs(self, prefix: str = "") -> dict[str, TensorSpec]:
         """Every tensor of the text model under the checkpoint's names; `prefix` is "" or "language_model."."""

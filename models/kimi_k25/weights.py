@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.checkpoint_headers import without_collection
 from engine.comm.parallel_state import ParallelState
+from engine.config import ConfigError
 from engine.expert_map import ExpertMap
 from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
-from engine.layers.quant import detect_storage, packs
+from engine.layers.expert_check import BOUNDS, largest_error
+from engine.layers.quant import MATRICES, detect_storage
 from engine.log import logger
-from engine.weights import Checkpoint, CheckpointError
+from engine.weights import Checkpoint, CheckpointError, TensorSpec
 from models.kimi_k25.config import KimiConfig
 from models.kimi_k25.model import VISION_PREFIXES, KimiModel
+from models.kimi_k25.sizes import held_as
 
 WRAPPER_PREFIX = "language_model."
 
@@ -32,8 +37,10 @@ def load_model(
     expert_map: ExpertMap | None = None,
     counts_experts: bool = False,
     dummy_seed: int | None = None,
+    self_test: bool = False,
 ) -> KimiModel:
     """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
+    self_test: INT4 experts then show that they compute what their matrices say.
 
     With `dummy_seed` no file is read: the weights are made up, the same for the same seed, experts in the storage that
     the config claims. Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not
@@ -46,7 +53,7 @@ def load_model(
             dtype,
             backend=backend,
             kernels=kernels,
-            expert_storage=_held_as(storage, config, parallel, kernels),
+            expert_storage=held_as(storage, config, parallel, kernels.reads_packed_experts),
             shards_tokens=shards_tokens,
             expert_map=expert_map,
             counts_experts=counts_experts,
@@ -55,7 +62,7 @@ def load_model(
     if kernels.needs_powers_of_two:
         _check_head_widths(config)
     if dummy_seed is None:
-        return _load_checkpoint(directory, config, parallel, build)
+        return _load_checkpoint(directory, config, parallel, build, self_test)
     model = build("int4" if config.is_quantized else "float")
     fill_dummy(model, dummy_seed)
     return model
@@ -70,32 +77,60 @@ def _check_head_widths(config: KimiConfig) -> None:
             )
 
 
-def _held_as(stored: str, config: KimiConfig, parallel: ParallelState, kernels: Kernels) -> str:
-    """The storage for experts that are `stored` as such: packed ones stay so where the kernels can read them."""
-    fits = packs(config.hidden_size, config.moe_intermediate_size, parallel)
-    return "packed_int4" if stored == "int4" and kernels.reads_packed_experts and fits else stored
-
-
 def _load_checkpoint(
-    directory: str, config: KimiConfig, parallel: ParallelState, build: Callable[[str], KimiModel]
+    directory: str, config: KimiConfig, parallel: ParallelState, build: Callable[[str], KimiModel], self_test: bool
 ) -> KimiModel:
+    is_check = parallel.device.type == "meta"
+    with without_collection():
+        checkpoint, storage = _open(directory, parallel.rank == 0 and not is_check)
+        _check_counts(config, len(checkpoint.tensors))
+        model = build(storage)
+        prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
+        specs = model.specs(prefix)
+        checkpoint.check(specs)
+    if is_check:
+        return model
+    checkpoint.load(specs)
+    if self_test and storage == "int4" and config.moe_layers:
+        _test_experts(model, checkpoint, specs, prefix)
+    return model
+
+
+def _open(directory: str, tells: bool) -> tuple[Checkpoint, str]:
+    """The text model's tensors, and how the routed experts are stored."""
     checkpoint = Checkpoint(directory)
     skipped = checkpoint.skip(VISION_PREFIXES)
-    is_check = parallel.device.type == "meta"
-    if skipped and parallel.rank == 0 and not is_check:
+    if skipped and tells:
         logger.info("%d tensors of %s passed over: this engine serves text only", skipped, ", ".join(VISION_PREFIXES))
     try:
-        storage = detect_storage(checkpoint.tensors)
+        return checkpoint, detect_storage(checkpoint.tensors)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    _check_counts(config, len(checkpoint.tensors))
-    model = build(storage)
-    prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
-    specs = model.specs(prefix)
-    checkpoint.check(specs)
-    if not is_check:
-        checkpoint.load(specs)
-    return model
+
+
+@torch.inference_mode()
+def _test_experts(model: KimiModel, checkpoint: Checkpoint, specs: dict[str, TensorSpec], prefix: str) -> None:
+    """The last expert of the last layer, at whose offsets an overflow would show. Raises ConfigError."""
+    started, layer = time.monotonic(), model.config.moe_layers[-1]
+    feed_forward = model.layers[layer].feed_forward
+    experts, slot = feed_forward.experts, feed_forward.experts.local[-1]
+    expert = slot if feed_forward.slots is None else feed_forward.slots[slot]
+    matrices = {}
+    for matrix in MATRICES:
+        name = f"{prefix}model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
+        halves = (f"{name}_packed", f"{name}_scale")
+        matrices[matrix] = tuple(checkpoint.read(half, specs[half]) for half in halves)
+    last, top_k = len(experts.local) - 1, model.config.num_experts_per_tok
+    error, bound = largest_error(experts, last, matrices, model.dtype, top_k), BOUNDS[model.dtype]
+    if not error <= bound:
+        raise ConfigError(
+            f"self-test: the INT4 product of layer {layer}, expert {expert} on {model.parallel.device} is off by "
+            f"{error:.2g} of its size, and rounding explains {bound:g}: the kernel is wrong on this device, or weights "
+            "were damaged on their way; use dtype float32, or --no-self-test to start all the same."
+        )
+    if model.parallel.rank == 0:
+        seconds = time.monotonic() - started
+        logger.info("self-test: an INT4 expert is as its matrices say, to %.1g (%.2f s)", error, seconds)
 
 
 def _check_counts(config: KimiConfig, num_tensors: int) -> None:

@@ -36,7 +36,7 @@ def check_sentence(error: Exception, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *HOSTILE])
-def test_damage_stops_the_start_and_is_named(sound, tmp_path, damage):
+def test_b154_damage_stops_the_start_and_is_named(sound, tmp_path, damage):
     directory = tmp_path / "model"
     shutil.copytree(sound, directory)
     words = (DAMAGES | HOSTILE)[damage](directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.weights import Checkpoint, CheckpointError, read_header
+from engine.checkpoint_headers import CheckpointError, read_header, read_headers
+from engine.weights import Checkpoint
 
 
 def write(path, header: bytes, data: bytes = b"1234"):
@@ -62,3 +64,29 @@ def test_any_bytes(tmp_path, data):
     file.write_bytes(data)
     with pytest.raises(CheckpointError):
         read_header(file)
+
+
+@pytest.mark.parametrize("offsets", [[4, 8], [8, 4], [0, 2]])
+def test_b154_a_name_that_stands_twice_leaves_data_without_a_tensor(tmp_path, offsets):
+    """JSON keeps the last of the two; the first one's bytes, or the overlap, tell."""
+    first, second = (json.dumps({"weight": entry(data_offsets=place)})[1:-1] for place in ([0, 4], offsets))
+    file = write(tmp_path / "a.safetensors", f"{{{first},{second}}}".encode(), b"12345678")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("offsets", [[4, 0], [0, 3], [1, 4]])
+def test_b154_a_type_that_is_not_known_still_has_to_have_a_place(tmp_path, offsets):
+    header = json.dumps({"weight": entry(dtype="F4_E2M1", data_offsets=offsets)}).encode()
+    with pytest.raises(CheckpointError, match=r"a\.safetensors"):
+        read_header(write(tmp_path / "a.safetensors", header))
+
+
+def test_b154_the_first_damaged_file_is_named_though_all_are_read_at_once(tmp_path):
+    names = [f"{number}.safetensors" for number in range(40)]
+    for number, name in enumerate(names):
+        header = json.dumps({f"weight.{number}": entry()}).encode()
+        write(tmp_path / name, header, b"123" if number in (17, 30) else b"1234")
+    with pytest.raises(CheckpointError, match=r"/17\.safetensors: tensor weight\.17 ends at byte 4, .* holds 3"):
+        read_headers([tmp_path / name for name in names])
+    assert gc.isenabled()

@@ -111,7 +111,7 @@ def test_a_row_elsewhere_never_meets_the_garbage_of_others():
     assert got[1].isnan().all() and got[[0, 2, 3]].isfinite().all() and got[2].abs().max() == 0
 
 
-def test_int4_values_in_known_order():
+def test_b149_int4_values_in_known_order():
     row = torch.arange(-8, 8).repeat(2).unsqueeze(0)
     packed = pack_int4(row)
     words = [int(w) & 0xFFFFFFFF for w in packed[0]]
@@ -119,7 +119,7 @@ def test_int4_values_in_known_order():
     assert torch.equal(reference.unpack_int4(packed, torch.ones(1, 1)), row.float())
 
 
-def test_int4_of_a_known_word():
+def test_b149_int4_of_a_known_word():
     """0xFEA98710 holds the nibbles 0, 1, 7, 8, 9, 10, 14, 15."""
     packed = torch.tensor([[0xFEA98710 - 2**32] * 4], dtype=torch.int32)
     values = [-8, -7, -1, 0, 1, 2, 6, 7] * 4
@@ -132,7 +132,7 @@ def test_int4_scales_belong_to_groups_of_32_columns():
     assert torch.equal(reference.unpack_int4(packed, scale), scale.repeat_interleave(32, dim=1))
 
 
-def test_int4_equals_the_compressed_tensors_package():
+def test_b150_int4_equals_the_compressed_tensors_package():
     """The same words, and the same weights in the checkpoint's own type."""
     q, scale = quantize_int4(rand(48, 128).bfloat16())
     packed = pack_to_int32(q, 4)

@@ -117,6 +117,33 @@ def test_parts_add_up_to_the_sum(monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("local", [EXPERTS, EXPERTS - 1])
+def test_b145_the_self_test_passes_sound_kernels_and_names_a_wrong_product(monkeypatch, local):
+    """With all experts here, so that rows come in parts, and with some elsewhere."""
+    from engine.comm.parallel_state import ParallelState
+    from engine.layers import expert_check
+    from engine.layers.quant import MATRICES, PackedInt4Experts
+    from tests.int4_experts import random_matrix
+
+    experts = PackedInt4Experts(EXPERTS, WIDTH, INNER, ParallelState(), torch.bfloat16)
+    experts.local, experts.in_parts = range(local), local == EXPERTS
+    generator, index = torch.Generator().manual_seed(0), local - 1
+    matrices = {}
+    for expert in range(EXPERTS):
+        for name in MATRICES:
+            shape = (WIDTH, INNER) if name == "down_proj" else (INNER, WIDTH)
+            packed = random_matrix(*shape, generator)
+            experts._sink(name, expert)(*packed)
+            if expert == index:
+                matrices[name] = packed
+    monkeypatch.setattr(expert_check, "ROWS", (1, 7))
+    assert expert_check.largest_error(experts, index, matrices, torch.bfloat16, TOP_K) < 1e-2
+    words, scales = matrices["up_proj"]
+    matrices["up_proj"] = words, torch.cat((scales[:, 1:], scales[:, :1]), dim=1)
+    assert expert_check.largest_error(experts, index, matrices, torch.bfloat16, TOP_K) > 0.1
+
+
+@interpreted
 def test_nobody_is_here(monkeypatch):
     case = Case(2, ids=torch.full((2, TOP_K), -1, dtype=torch.int32))
     assert not case.run(monkeypatch, shared=False).any()
