@@ -28,6 +28,7 @@ def test_its_answers_hold_what_their_names_say():
 
 def test_a_round_has_a_row_for_everything(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(parser_cost, "PROSE", "A word. ")
+    monkeypatch.setattr(parser_cost, "NAMES", ("tool_0", "tool_1"))
     file = tmp_path / "cost.json"
     assert parser_cost.main(["--rounds", "1", "--json", str(file)]) == 0
     written = json.loads(file.read_text())
