@@ -39,7 +39,7 @@ def one_script(tmp_path, monkeypatch):
 
 
 def test_every_script_and_its_requirements_are_there():
-    files = {path.stem for path in run.HERE.glob("*.py")} - {"run", "steps", "local_tokenizer"}
+    files = {path.stem for path in run.HERE.glob("*.py")} - {"run", "run_schemathesis", "steps", "local_tokenizer"}
     assert {script.name for script in run.SCRIPTS} == files
     assert {script.environment for script in run.SCRIPTS} == {p.stem for p in run.HERE.glob("requirements/*.txt")}
 
@@ -60,10 +60,15 @@ def test_a_script_that_reports_nothing_is_a_failed_row(one_script, code, note):
     assert not row["ok"] and row["note"].startswith(note) and time.monotonic() - started < 30
 
 
+def test_ignored_fields_are_read_out_of_the_servers_log():
+    log = "WARNING request a: ignored fields 'store', 'foo'\nINFO served\nWARNING request b: ignored fields 'foo'\n"
+    assert run._ignored(log) == ["foo", "store"] and run._ignored("INFO served") == []
+
+
 def test_the_result_file_names_versions_and_no_key(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/someone/run.py", "--json", "out.json"])
     row = {"client": "openai", "version": "1.2", "check": "chat", "ok": True, "note": "", "seconds": 1.0}
-    run._write(str(tmp_path / "out.json"), [row, row | {"ok": False}], 0)
+    run._write(str(tmp_path / "out.json"), [row, row | {"ok": False}], {"tracebacks": 0})
     text = (tmp_path / "out.json").read_text()
     found = json.loads(text)
     assert (found["num_checks"], found["num_ok"], found["clients"]) == (2, 1, {"openai": "1.2"})

@@ -166,23 +166,19 @@ def streamed_call(chunks) -> tuple[str, str, str]:
 def arguments_fit(target: Target) -> str:
     """forced calls: arguments fit their schema at temperature 1, streamed and not, thinking and not"""
     tools = [tool(name) for name in SCHEMAS]
-    count = 0
     for name in SCHEMAS:
         choice = {"type": "function", "function": {"name": name}}
-        for extra in (INSTANT, {}):
-            fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "extra_body": extra}
-            fields |= {"temperature": 1, "seed": 11}
-            called, arguments, reason = call_of(ask(target, **fields))
-            assert (called, reason) == (name, "tool_calls"), (called, reason)
+        fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "temperature": 1, "seed": 11}
+        calls = [call_of(ask(target, extra_body=extra, **fields)) for extra in (INSTANT, {})]
+        for called, arguments, reason in calls:
+            assert (called, reason) == (name, "tool_calls"), (called, reason, arguments)
             jsonschema.validate(json.loads(arguments), {"type": "object"} | SCHEMAS[name])
-            assert streamed_call(ask(target, stream=True, **fields)) == (called, arguments, reason)
-            count += 2
-    return f"{count} calls"
+        assert streamed_call(ask(target, stream=True, extra_body=INSTANT, **fields)) == calls[0]
+    return f"{3 * len(SCHEMAS)} calls"
 
 
 def formats_fit(target: Target) -> str:
     """response_format json_schema: the content fits at temperature 1, thinking and not"""
-    count = 0
     for name in SCHEMAS:
         schema = tool(name)["function"]["parameters"]
         form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
@@ -190,8 +186,7 @@ def formats_fit(target: Target) -> str:
             choice = ask(target, response_format=form, temperature=1, seed=5, extra_body=extra).choices[0]
             assert choice.finish_reason == "stop", choice
             jsonschema.validate(json.loads(choice.message.content), schema)
-            count += 1
-    return f"{count} answers"
+    return f"{2 * len(SCHEMAS)} answers"
 
 
 if __name__ == "__main__":

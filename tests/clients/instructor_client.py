@@ -7,17 +7,21 @@ from typing import Literal
 import instructor
 from instructor import Mode
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from steps import INSTANT, PERSON, WEATHER, Target, run
 
 
-class Person(BaseModel):
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # else a small model adds fields of its own
+
+
+class Person(Closed):
     name: str
     age: int
     city: str
 
 
-class Ticket(BaseModel):
+class Ticket(Closed):
     title: str
     priority: Literal["low", "high"]
     reporter: Person

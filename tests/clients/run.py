@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,11 +51,11 @@ SCRIPTS = (
     Script("openai_chat", "sdk"),
     Script("openai_tools", "sdk"),
     Script("openai_errors", "sdk"),
-    Script("contracts", "sdk"),
+    Script("contracts", "sdk", 420),
     Script("litellm_client", "sdk"),
     Script("langchain_client", "sdk"),
     Script("instructor_client", "instructor"),
-    Script("llm_cli", "sdk"),
+    Script("llm_cli", "sdk", 240),
     Script("pydantic_ai_client", "sdk"),
     Script("agents_client", "sdk"),
     Script("raw_stream", "sdk"),
@@ -66,6 +68,7 @@ SCRIPTS = (
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     scripts = [script for script in SCRIPTS if not arguments.only or script.name in arguments.only]
     pythons = {script.environment: _python(script.environment, arguments) for script in scripts}
     rows: list[dict[str, Any]] = []
@@ -76,13 +79,21 @@ def main() -> int:
             target = ["--url", f"http://127.0.0.1:{port}", "--key", KEY, "--model", arguments.model]
             rows += _run(script, pythons[script.environment], target, directory)
             assert program.process.poll() is None, f"the server ended during {script.name}:\n{program.output}"
-        server_errors = program.output.count("Traceback")
+        log = program.output
+    server = {"tracebacks": log.count("Traceback"), "ignored_fields": _ignored(log)}
     print(format_table([_shown(row) for row in rows]))
     failed = [row for row in rows if not row["ok"]]
-    print(f"{len(rows) - len(failed)} of {len(rows)} checks ok; {server_errors} tracebacks in the server's log")
+    print(f"{len(rows) - len(failed)} of {len(rows)} checks ok; {server['tracebacks']} tracebacks in the server's log")
+    print(f"fields that clients sent and the server ignored: {', '.join(server['ignored_fields']) or 'none'}")
     if arguments.json:
-        _write(arguments.json, rows, server_errors)
-    return 1 if failed or server_errors else 0
+        _write(arguments.json, rows, server)
+    return 1 if failed or server["tracebacks"] else 0
+
+
+def _ignored(log: str) -> list[str]:
+    """The fields of which the server said in its log that they have no effect."""
+    lines = re.findall(r"ignored fields (.+)$", log, re.MULTILINE)
+    return sorted({name.strip("'") for line in lines for name in line.split(", ")})
 
 
 def _arguments() -> argparse.Namespace:
@@ -171,15 +182,17 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(file: str, rows: list[dict[str, Any]], server_errors: int) -> None:
+def _write(file: str, rows: list[dict[str, Any]], server: dict[str, Any]) -> None:
     content = {
         "title": "Unchanged clients against the server on the bundled checkpoint",
         **environment(["python", "tests/clients/run.py", *sys.argv[1:]]),
-        "server": ["serve.py", *("KEY" if option == KEY else option for option in SERVER_OPTIONS)],
+        "server": {
+            "command": shlex.join(["serve.py", *("KEY" if option == KEY else option for option in SERVER_OPTIONS)]),
+            **server,
+        },
         "clients": dict(sorted({row["client"]: row["version"] for row in rows}.items())),
         "num_checks": len(rows),
         "num_ok": sum(row["ok"] for row in rows),
-        "server_tracebacks": server_errors,
         "rows": rows,
     }
     Path(file).write_text(json.dumps(content, indent=1) + "\n")
