@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from engine.server.errors import bad_request
-from engine.server.grammar_text import GrammarError, bare, check, outputs_of, rule_of, schema_with_options
+from engine.server.grammar_text import GrammarError, check, outputs_of, rule_of, schema_with_options
+from engine.server.json_schemas import bare, closed
 from engine.server.protocol import ChatCompletionRequest, SamplingFields
 from engine.server.structured import Constraint, asked_constraint
 from engine.server.tool_grammar import BoundFunction, ToolMarkup, tool_grammar
@@ -150,10 +151,13 @@ class _Calls:
 
     def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
         """What binds the arguments: the function's own schema if it is strict or must be called, else an object."""
-        if not (function.get("strict") or self.is_forced):
+        is_strict, parameters = function.get("strict"), function.get("parameters")
+        if not (is_strict or self.is_forced):
             return ANY_OBJECT
-        parameters = function.get("parameters")
-        return NO_ARGUMENTS if parameters is None else schema_with_options(bare(parameters) | {"type": "object"})
+        if parameters is None:
+            return NO_ARGUMENTS
+        schema = bare(parameters) | {"type": "object"}
+        return schema_with_options(closed(schema) if is_strict else schema)
 
     def _compiled(self, functions: dict[int, BoundFunction], answer: str | None) -> StructuredOutputs:
         is_parallel = self.rules.is_parallel and self.rules.choice != "named"

@@ -24,10 +24,6 @@ MAX_GBNF = 64 * 1024
 MAX_GBNF_RULES = 300
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start[ \t]*:(?!:=))", re.MULTILINE)
 _QUOTATION = re.compile(r" \d+ \| .*")
-# What does not say what a value may be.
-ANNOTATIONS = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly")
-OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-OF_VALUES = ("enum", "const")
 # `oneOf` is taken as `anyOf`: that exactly one alternative fits cannot be enforced while text grows.
 OPTIONS = {"coerce_one_of": True, "whitespace_pattern": WHITESPACE}
 
@@ -57,23 +53,6 @@ def schema_with_options(schema: Any, is_lenient: bool = False) -> Any:
     if isinstance(schema, dict):
         return schema | {"x-guidance": OPTIONS | ({"lenient": True} if is_lenient else {})}
     return schema
-
-
-def bare(schema: Any) -> Any:
-    """The schema without annotations, which a grammar has no use for and which may be most of its text."""
-    if isinstance(schema, list):
-        return [bare(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value
-        if key in OF_VALUES
-        else {name: bare(item) for name, item in value.items()}
-        if key in OF_NAMES and isinstance(value, dict)
-        else bare(value)
-        for key, value in schema.items()
-        if key not in ANNOTATIONS
-    }
 
 
 def outputs_of(constraint: Constraint, is_lenient: bool = False) -> StructuredOutputs:

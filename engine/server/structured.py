@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from engine.grammar.bounds import MAX_TEXT
 from engine.server.errors import bad_request
+from engine.server.json_schemas import closed
 from engine.server.protocol import FORMATS, SamplingFields
 
 VLLM_KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -68,7 +69,8 @@ def _response_format(field: str, value: dict[str, Any] | None) -> Iterator[Const
         raise bad_request(f"{place}.strict must be true or false.", f"{place}.strict")
     if inner.get("schema") is None:
         raise bad_request(f"{place}.schema is required.", f"{place}.schema")
-    yield Constraint(f"{place}.schema", "json", _schema(f"{place}.schema", inner["schema"]), not strict)
+    schema = _schema(f"{place}.schema", inner["schema"])
+    yield Constraint(f"{place}.schema", "json", closed(schema) if strict else schema, not strict)
 
 
 def _structured_outputs(field: str, value: dict[str, Any] | None) -> Iterator[Constraint]:
