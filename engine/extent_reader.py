@@ -1,0 +1,273 @@
+"""Reads byte ranges of files ahead of who takes them: several threads, large aligned reads, a bounded ring of buffers.
+
+Knows files and bytes, nothing of tensors or checkpoints.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common file systems
+SPAN_BYTES = 32 * 2**20
+PIECE_BYTES = 8 * 2**20  # of one read, so that several threads share a span
+MOST_SKIPPED = 256 * 2**10  # reading over a gap of so much costs less than another request
+
+
+class Extent(NamedTuple):
+    """Bytes [offset, offset + size) of a file."""
+
+    file: Path
+    offset: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.size
+
+
+class FileChangedError(OSError):
+    """A file is shorter than it was when its extents were planned."""
+
+
+@dataclass
+class Span:
+    """Extents that lie together in one file, read as one. `start` and `stop` are aligned."""
+
+    extents: list[Extent]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def plan_spans(extents: Iterable[Extent], span_bytes: int = SPAN_BYTES) -> list[Span]:
+    """Spans that hold all extents, each at most span_bytes long unless one extent alone is longer.
+
+    Extents come file by file in the order in which the files appear, by offset within one; empty ones are kept.
+    """
+    files: dict[Path, list[Extent]] = {}
+    for extent in extents:
+        files.setdefault(extent.file, []).append(extent)
+    spans: list[Span] = []
+    for of_file in files.values():
+        spans += _spans_of_file(sorted(of_file, key=lambda e: (e.offset, e.size)), span_bytes)
+    return spans
+
+
+def _spans_of_file(extents: list[Extent], span_bytes: int) -> list[Span]:
+    spans: list[Span] = []
+    for extent in extents:
+        last = spans[-1] if spans else None
+        stop = _up(extent.stop)
+        if last is not None and extent.offset - last.stop <= MOST_SKIPPED and stop - last.start <= span_bytes:
+            last.extents.append(extent)
+            last.stop = max(last.stop, stop)
+        else:
+            spans.append(Span([extent], _down(extent.offset), max(stop, _down(extent.offset))))
+    return spans
+
+
+def _down(offset: int) -> int:
+    return offset // ALIGNMENT * ALIGNMENT
+
+
+def _up(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class _Buffer:
+    """Aligned host memory. `wait` returns once nobody reads it any more."""
+
+    def __init__(self, size: int, pinned: bool):
+        self.size = size
+        if pinned:
+            whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            skip = -whole.data_ptr() % ALIGNMENT
+            self.bytes_B = whole[skip : skip + size]
+        else:
+            self.bytes_B = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+        self.wait: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Job:
+    """One span under way."""
+
+    span: Span
+    buffer: _Buffer
+    num_left: int
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class ExtentReader:
+    """Iterates over (extent, bytes uint8 [size]) in the order of `plan_spans`.
+
+    The bytes of an extent are valid until the next one is asked for, whose reading may overwrite them. Where a device
+    copies from them meanwhile, `release_with` says how to wait for that.
+
+    num_threads read at once; at most ring_bytes are held, or one span where that is longer. direct: past the page cache
+    (O_DIRECT) where the file system can. Raises OSError as the reads do, FileChangedError for a file that ends too
+    early. Iterate once; leaving the iterator, however that happens, ends the threads.
+    """
+
+    def __init__(
+        self,
+        extents: Iterable[Extent],
+        *,
+        num_threads: int = 4,
+        span_bytes: int = SPAN_BYTES,
+        ring_bytes: int = 8 * SPAN_BYTES,
+        pinned: bool = False,
+        direct: bool = False,
+    ):
+        self.spans = plan_spans(extents, span_bytes)
+        self.num_bytes = 0  # read so far, gaps included
+        self._span_bytes, self._ring_bytes = _up(span_bytes), ring_bytes
+        self._pinned, self._direct = pinned, direct
+        self._free: list[_Buffer] = []
+        self._held_bytes = 0
+        self._pieces: deque[tuple[_Job, int, int]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._files: dict[Path, int] = {}
+        self._last: _Buffer | None = None
+        self._release: Callable[[], None] = lambda: None
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reader-{i}", daemon=True) for i in range(num_threads)
+        ]
+
+    def release_with(self, wait: Callable[[], None]) -> None:
+        """The present span's buffer is used again only after `wait` has returned, e.g. an event's `synchronize`."""
+        self._release = wait
+
+    def __iter__(self) -> Iterator[tuple[Extent, torch.Tensor]]:
+        waiting, jobs = deque(self.spans), deque()
+        for thread in self._threads:
+            thread.start()
+        try:
+            while waiting or jobs:
+                while waiting and self._has_room(waiting[0]):
+                    jobs.append(self._start(waiting.popleft()))
+                if not jobs:
+                    self._give_back_last()
+                    continue
+                job = jobs.popleft()
+                job.done.wait()
+                if job.error is not None:
+                    raise job.error
+                self._release = lambda: None
+                for extent in job.span.extents:
+                    begin = extent.offset - job.span.start
+                    yield extent, job.buffer.bytes_B[begin : begin + extent.size]
+                self._give_back_last()
+                self._last = job.buffer
+                job.buffer.wait = self._release
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._pieces.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        self._free.clear()
+
+    def _has_room(self, span: Span) -> bool:
+        size = max(span.size, self._span_bytes)
+        return self._held_bytes == 0 or self._held_bytes + size <= self._ring_bytes
+
+    def _start(self, span: Span) -> _Job:
+        job = _Job(span, self._take_buffer(span.size), -(-span.size // PIECE_BYTES))
+        if not job.num_left:
+            job.done.set()
+            return job
+        with self._changed:
+            for start in range(0, span.size, PIECE_BYTES):
+                self._pieces.append((job, start, min(start + PIECE_BYTES, span.size)))
+            self._changed.notify_all()
+        return job
+
+    def _take_buffer(self, size: int) -> _Buffer:
+        """One of the ring's, or one of its own for a span that is longer than the ring's are."""
+        if size <= self._span_bytes and self._free:
+            buffer = self._free.pop(0)
+            buffer.wait()
+        else:
+            buffer = _Buffer(max(size, self._span_bytes), self._pinned)
+        self._held_bytes += buffer.size
+        return buffer
+
+    def _give_back_last(self) -> None:
+        """The buffer before the present one: so a device has a whole span's time to copy from it."""
+        buffer, self._last = self._last, None
+        if buffer is None:
+            return
+        self._held_bytes -= buffer.size
+        if buffer.size == self._span_bytes:
+            self._free.append(buffer)
+        else:
+            buffer.wait()
+
+    # The threads run these.
+    def _work(self) -> None:
+        while (piece := self._next_piece()) is not None:
+            job, start, stop = piece
+            try:
+                self._read(job, start, stop)
+            except BaseException as error:  # whatever it is, who waits for the span must hear of it
+                job.error = error
+            with self._changed:
+                job.num_left -= 1
+                self.num_bytes += stop - start
+                if not job.num_left:
+                    job.done.set()
+
+    def _next_piece(self) -> tuple[_Job, int, int] | None:
+        with self._changed:
+            while not self._pieces and not self._closed:
+                self._changed.wait()
+            return None if self._closed else self._pieces.popleft()
+
+    def _read(self, job: _Job, start: int, stop: int) -> None:
+        """The last span of a file may end behind the file's end, by less than the alignment."""
+        file = job.span.extents[0].file
+        descriptor = self._open(file)
+        view = memoryview(job.buffer.bytes_B.numpy())
+        wanted = max(extent.stop for extent in job.span.extents) - job.span.start
+        while start < min(stop, wanted):
+            count = os.preadv(descriptor, [view[start:stop]], job.span.start + start)
+            if count == 0:
+                raise FileChangedError(f"{file} ends at byte {job.span.start + start}: it was cut while being read.")
+            start += count
+
+    def _open(self, file: Path) -> int:
+        with self._changed:
+            if file not in self._files:
+                self._files[file] = _open(file, self._direct)
+            return self._files[file]
+
+
+def _open(file: Path, direct: bool) -> int:
+    if direct and hasattr(os, "O_DIRECT"):
+        with suppress(OSError):  # a file system without it, such as tmpfs
+            return os.open(file, os.O_RDONLY | os.O_DIRECT)
+    return os.open(file, os.O_RDONLY)

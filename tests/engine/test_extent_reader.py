@@ -1,0 +1,113 @@
+import os
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import extent_reader
+from engine.extent_reader import ALIGNMENT, Extent, ExtentReader, FileChangedError, plan_spans
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extents")
+    found = []
+    for number, size in enumerate((0, 1, 4095, 70_001, 300_000)):
+        file = folder / f"{number}.bin"
+        file.write_bytes(os.urandom(size))
+        found.append(file)
+    return found
+
+
+def extents_of(files, data) -> list[Extent]:
+    found = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        file = data.draw(st.sampled_from(files))
+        size = file.stat().st_size
+        offset = data.draw(st.integers(0, size))
+        found.append(Extent(file, offset, data.draw(st.integers(0, size - offset))))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_extent_comes_once_with_its_bytes(files, data):
+    """Whatever overlaps, touches, is empty or is longer than a span or the ring, with and without the page cache."""
+    extents = extents_of(files, data)
+    options = {
+        "num_threads": data.draw(st.integers(1, 3)),
+        "span_bytes": data.draw(st.sampled_from([1, 8192, 100_000])),
+        "ring_bytes": data.draw(st.sampled_from([1, 20_000, 10**6])),
+        "direct": data.draw(st.booleans()),
+    }
+    reader = ExtentReader(extents, **options)
+    seen = []
+    for extent, bytes_B in reader:
+        assert bytes(bytes_B.numpy()) == extent.file.read_bytes()[extent.offset : extent.stop]
+        seen.append(extent)
+    assert sorted(seen) == sorted(extents)
+    assert seen == [extent for span in plan_spans(extents, options["span_bytes"]) for extent in span.extents]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_spans_are_aligned_and_read_nothing_twice(files, data):
+    extents = extents_of(files, data)
+    spans = plan_spans(extents, 8192)
+    for span in spans:
+        assert span.start % ALIGNMENT == span.stop % ALIGNMENT == 0
+        assert all(span.start <= e.offset and e.stop <= span.stop for e in span.extents)
+        assert span.size <= 8192 or len(span.extents) == 1 or max(e.size for e in span.extents) > 8192 - 2 * ALIGNMENT
+
+
+def test_neighbours_are_one_read_and_far_ones_are_not(files):
+    file = files[-1]
+    near = [Extent(file, 0, 100), Extent(file, 5_000, 100), Extent(file, 100, 4_900)]
+    assert [(span.start, span.stop) for span in plan_spans(near)] == [(0, 8192)]
+    far = Extent(file, 8192 + extent_reader.MOST_SKIPPED + 1, 10)
+    assert len(plan_spans([*near, far])) == 2
+
+
+def test_a_file_cut_meanwhile_is_named(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(50_000))
+    with pytest.raises(FileChangedError, match=r"model\.safetensors ends at byte 50000"):
+        list(ExtentReader([Extent(file, 0, 50_001)]))
+    with pytest.raises(FileNotFoundError):
+        list(ExtentReader([Extent(tmp_path / "gone", 0, 1)]))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
+
+
+def test_leaving_early_ends_threads_and_files(files):
+    extents = [Extent(files[-1], i * 1000, 1000) for i in range(200)]
+    reader = ExtentReader(extents, span_bytes=8192, ring_bytes=16384)
+    for _ in reader:
+        break
+    del reader
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
+
+
+def test_no_more_than_the_ring_is_held(files, monkeypatch):
+    sizes = []
+    buffer = extent_reader._Buffer
+
+    class Counted(buffer):
+        def __init__(self, size, pinned):
+            super().__init__(size, pinned)
+            sizes.append(size)
+
+    monkeypatch.setattr(extent_reader, "_Buffer", Counted)
+    extents = [Extent(files[-1], i * 8192, 8192) for i in range(30)]
+    assert len(list(ExtentReader(extents, span_bytes=8192, ring_bytes=3 * 8192))) == 30
+    assert sizes == [8192] * 3
+
+
+def test_a_buffer_waits_for_who_still_reads_it(files):
+    extents = [Extent(files[-1], i * 8192, 8192) for i in range(6)]
+    reader = ExtentReader(extents, num_threads=1, span_bytes=8192, ring_bytes=2 * 8192)
+    waited = []
+    for number, _ in enumerate(reader):
+        reader.release_with(lambda number=number: waited.append(number))
+        assert waited == list(range(max(number - 1, 0))), "a span is read again only after the one before was released"
+    assert waited == [0, 1, 2, 3]
