@@ -25,11 +25,13 @@ class CheckpointError(ValueError):
 
 
 class TensorHeader(NamedTuple):
-    """What a file's header says of one tensor. All tensors of a file share one `file` object."""
+    """What a file's header says of one tensor, whose data begins at byte `start` of the file. All tensors of a file
+    share one `file` object."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int = 0
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
@@ -86,9 +88,9 @@ def _parse(file: Path, text: bytes, data_bytes: int) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise _unreadable(file, "no table of tensors")
     entries.pop("__metadata__", None)
-    headers, spans = {}, []
+    headers, spans, data_start = {}, [], 8 + len(text)
     for name, entry in entries.items():
-        start, stop, size, header = _entry(file, name, entry)
+        start, stop, size, header = _entry(file, name, entry, data_start)
         headers[name] = header
         spans.append((start, stop, size, name))
     spans.sort()
@@ -96,7 +98,7 @@ def _parse(file: Path, text: bytes, data_bytes: int) -> dict[str, TensorHeader]:
     return headers
 
 
-def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, int, TensorHeader]:
+def _entry(file: Path, name: str, entry: Any, data_start: int) -> tuple[int, int, int, TensorHeader]:
     """(start, stop, bytes that type and shape ask for, header) of one value of a header; it must be {"dtype": text,
     "shape": counts, "data_offsets": [start, stop]}. A type that is not known has the size it takes."""
     try:
@@ -114,7 +116,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, int, TensorHead
             wanted *= count
     if start < 0 or wanted < 0:
         raise _senseless(file, name)
-    return start, stop, wanted, TensorHeader(file, dtype, tuple(shape))
+    return start, stop, wanted, TensorHeader(file, dtype, tuple(shape), data_start + start)
 
 
 def _senseless(file: Path, name: str) -> CheckpointError:

@@ -113,7 +113,7 @@ class _Job:
 
 
 class ExtentReader:
-    """Iterates over (extent, bytes uint8 [size]) in the order of `plan_spans`.
+    """Iterates over (extent, bytes uint8 [size]) of spans, in their order.
 
     The bytes of an extent are valid until the next one is asked for, whose reading may overwrite them. Where a device
     copies from them meanwhile, `release_with` says how to wait for that.
@@ -125,7 +125,7 @@ class ExtentReader:
 
     def __init__(
         self,
-        extents: Iterable[Extent],
+        spans: Iterable[Span],
         *,
         num_threads: int = 4,
         span_bytes: int = SPAN_BYTES,
@@ -133,7 +133,7 @@ class ExtentReader:
         pinned: bool = False,
         direct: bool = False,
     ):
-        self.spans = plan_spans(extents, span_bytes)
+        self._spans = list(spans)
         self.num_bytes = 0  # read so far, gaps included
         self._span_bytes, self._ring_bytes = _up(span_bytes), ring_bytes
         self._pinned, self._direct = pinned, direct
@@ -154,7 +154,7 @@ class ExtentReader:
         self._release = wait
 
     def __iter__(self) -> Iterator[tuple[Extent, torch.Tensor]]:
-        waiting, jobs = deque(self.spans), deque()
+        waiting, jobs = deque(self._spans), deque()
         for thread in self._threads:
             thread.start()
         try:

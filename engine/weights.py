@@ -6,18 +6,20 @@ checked before any weight is read. Nothing in the directory is executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 
+from engine import tensor_reader
 from engine.checkpoint_headers import CheckpointError, TensorHeader, read_headers
 from engine.config import ConfigError
 from engine.json_files import read_json
+from engine.tensor_reader import Wish
 
 INDEX_NAME = "model.safetensors.index.json"
+NOT_FINITE = "holds a value that is not a number or infinite; fetch the file again."
 
 
 class TensorSpec(NamedTuple):
@@ -85,33 +87,57 @@ class Checkpoint:
                 + (f" (and {len(left_over) - 1} more)." if len(left_over) > 1 else ".")
             )
 
-    def load(self, specs: dict[str, TensorSpec]) -> None:
-        """Reads this rank's part of each tensor, file by file; `specs` must have passed `check`."""
-        for file, names in self._by_file(specs):
-            with safe_open(file, framework="pt") as reader:
-                for name in names:
-                    value = _read(reader, name, specs[name])
-                    try:
-                        _check_finite(value)
-                        specs[name].store(value)
-                    except ValueError as error:
-                        raise CheckpointError(f"{file.name}: tensor {name} {error}") from error
+    def load(self, specs: dict[str, TensorSpec], device: torch.device | None = None) -> None:
+        """Reads this rank's part of each tensor and hands it to its store, on `device`, by default the host; `specs`
+        must have passed `check`. A store must copy what it keeps. Raises CheckpointError naming file and tensor."""
+        wishes = [Wish(name, self.tensors[name], spec.part) for name, spec in specs.items() if spec.part is not None]
+        checks = FiniteChecks()
+        try:
+            for wish, value in tensor_reader.read(wishes, device or torch.device("cpu")):
+                _store(specs[wish.name], wish, value, checks)
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from error
+        checks.finish()
 
     def read(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        """This rank's part of one tensor, once more."""
-        with safe_open(self.tensors[name].file, framework="pt") as reader:
-            return _read(reader, name, spec)
-
-    def _by_file(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
-        files: dict[Path, list[str]] = {}
-        for name, spec in specs.items():
-            if spec.part is not None:
-                files.setdefault(self.tensors[name].file, []).append(name)
-        yield from files.items()
+        """This rank's part of one tensor, once more, on the host."""
+        ((_, value),) = tensor_reader.read([Wish(name, self.tensors[name], spec.part)], torch.device("cpu"))
+        return value
 
 
-def _read(reader: Any, name: str, spec: TensorSpec) -> torch.Tensor:
-    return reader.get_slice(name)[spec.part] if spec.part else reader.get_tensor(name)
+def _store(spec: TensorSpec, wish: Wish, value: torch.Tensor, checks: FiniteChecks) -> None:
+    try:
+        checks.add(wish, value)
+        spec.store(value)
+    except ValueError as error:
+        raise CheckpointError(f"{wish.header.file.name}: tensor {wish.name} {error}") from error
+
+
+class FiniteChecks:
+    """Finds weights or scales that would spoil every answer. Those of a device are looked at together at the end, since
+    each look waits for it."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Wish, torch.Tensor]] = []
+
+    def add(self, wish: Wish, value: torch.Tensor) -> None:
+        """Raises ValueError at once for a tensor of the host."""
+        if not value.is_floating_point():
+            return
+        is_finite = value.isfinite().all()
+        if value.is_cuda:
+            self._pending.append((wish, is_finite))
+        elif not is_finite:
+            raise ValueError(NOT_FINITE)
+
+    def finish(self) -> None:
+        """Raises CheckpointError naming the first file and tensor."""
+        if not self._pending:
+            return
+        flags = torch.stack([flag for _, flag in self._pending]).tolist()
+        for (wish, _), is_finite in zip(self._pending, flags, strict=True):
+            if not is_finite:
+                raise CheckpointError(f"{wish.header.file.name}: tensor {wish.name} {NOT_FINITE}")
 
 
 def weight_files(directory: str | Path) -> list[Path]:
@@ -129,12 +155,6 @@ def has_packed_experts(directory: str | Path) -> bool | None:
             return None
         names = read_headers(files)
     return any(name.endswith(".weight_packed") for name in names)
-
-
-def _check_finite(value: torch.Tensor) -> None:
-    """Raises ValueError for a weight or scale that would spoil every answer."""
-    if value.is_floating_point() and not value.isfinite().all():
-        raise ValueError("holds a value that is not a number or infinite; fetch the file again.")
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:

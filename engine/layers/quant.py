@@ -192,7 +192,8 @@ def packs(width: int, expert_width: int, parallel: ParallelState) -> bool:
 
 
 class _Unpacker:
-    """Collects the two halves of one weight, in whatever order they are read, and hands them to its sink."""
+    """Collects the two halves of one weight, in whatever order they are read, and hands them to its sink. It copies the
+    first, since what was read is soon overwritten; a checkpoint's reader brings the small one first."""
 
     def __init__(self, shape: tuple[int, int], sink: _Sink):
         self._shape, self._sink = shape, sink
@@ -200,11 +201,11 @@ class _Unpacker:
         self._scale: torch.Tensor | None = None
 
     def packed(self, value: torch.Tensor) -> None:
-        self._packed = value
+        self._packed = value if self._scale is not None else value.clone()
         self._expand()
 
     def scale(self, value: torch.Tensor) -> None:
-        self._scale = value
+        self._scale = value if self._packed is not None else value.clone()
         self._expand()
 
     def shape(self, value: torch.Tensor) -> None:

@@ -41,13 +41,14 @@ def test_every_extent_comes_once_with_its_bytes(files, data):
         "ring_bytes": data.draw(st.sampled_from([1, 20_000, 10**6])),
         "direct": data.draw(st.booleans()),
     }
-    reader = ExtentReader(extents, **options)
+    spans = plan_spans(extents, options["span_bytes"])
+    reader = ExtentReader(spans, **options)
     seen = []
     for extent, bytes_B in reader:
         assert bytes(bytes_B.numpy()) == extent.file.read_bytes()[extent.offset : extent.stop]
         seen.append(extent)
     assert sorted(seen) == sorted(extents)
-    assert seen == [extent for span in plan_spans(extents, options["span_bytes"]) for extent in span.extents]
+    assert seen == [extent for span in spans for extent in span.extents]
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,15 +74,15 @@ def test_a_file_cut_meanwhile_is_named(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(50_000))
     with pytest.raises(FileChangedError, match=r"model\.safetensors ends at byte 50000"):
-        list(ExtentReader([Extent(file, 0, 50_001)]))
+        list(ExtentReader(plan_spans([Extent(file, 0, 50_001)])))
     with pytest.raises(FileNotFoundError):
-        list(ExtentReader([Extent(tmp_path / "gone", 0, 1)]))
+        list(ExtentReader(plan_spans([Extent(tmp_path / "gone", 0, 1)])))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
 
 
 def test_leaving_early_ends_threads_and_files(files):
     extents = [Extent(files[-1], i * 1000, 1000) for i in range(200)]
-    reader = ExtentReader(extents, span_bytes=8192, ring_bytes=16384)
+    reader = ExtentReader(plan_spans(extents, 8192), span_bytes=8192, ring_bytes=16384)
     for _ in reader:
         break
     del reader
@@ -99,13 +100,13 @@ def test_no_more_than_the_ring_is_held(files, monkeypatch):
 
     monkeypatch.setattr(extent_reader, "_Buffer", Counted)
     extents = [Extent(files[-1], i * 8192, 8192) for i in range(30)]
-    assert len(list(ExtentReader(extents, span_bytes=8192, ring_bytes=3 * 8192))) == 30
+    assert len(list(ExtentReader(plan_spans(extents, 8192), span_bytes=8192, ring_bytes=3 * 8192))) == 30
     assert sizes == [8192] * 3
 
 
 def test_a_buffer_waits_for_who_still_reads_it(files):
     extents = [Extent(files[-1], i * 8192, 8192) for i in range(6)]
-    reader = ExtentReader(extents, num_threads=1, span_bytes=8192, ring_bytes=2 * 8192)
+    reader = ExtentReader(plan_spans(extents, 8192), num_threads=1, span_bytes=8192, ring_bytes=2 * 8192)
     waited = []
     for number, _ in enumerate(reader):
         reader.release_with(lambda number=number: waited.append(number))

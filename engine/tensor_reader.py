@@ -1,0 +1,85 @@
+"""From the parts of tensors that a rank wants to the tensors: which bytes of which files, in which order, cut how.
+
+Rows are read alone, since they lie together in a file; columns do not, so the rows that hold them are read whole and
+cut behind the copy to the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from engine.checkpoint_headers import TensorHeader
+from engine.extent_reader import SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
+
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+SMALL_BYTES = 1024  # so little stays on the host, where it can be looked at without waiting for a device
+
+
+class Wish(NamedTuple):
+    """A tensor and the slice of each of its dimensions that is wanted."""
+
+    name: str
+    header: TensorHeader
+    part: tuple[slice, ...]
+
+    @property
+    def rows(self) -> range:
+        return range(*self.part[0].indices(self.header.shape[0])) if self.header.shape else range(1)
+
+    @property
+    def extent(self) -> Extent:
+        """Of whole rows. Raises ValueError for rows that do not lie together."""
+        if len(self.rows) > 1 and self.rows.step != 1:
+            raise ValueError(f"tensor {self.name}: rows {self.rows} do not lie together.")
+        row_bytes = TYPES[self.header.dtype].itemsize * math.prod(self.header.shape[1:])
+        start = self.header.start + (self.rows.start if self.rows else 0) * row_bytes
+        return Extent(self.header.file, start, len(self.rows) * row_bytes)
+
+    def view(self, bytes_B: torch.Tensor) -> torch.Tensor:
+        """The wanted part in the bytes of `extent`: a view, unless they lie at an odd place."""
+        dtype = TYPES[self.header.dtype]
+        if bytes_B.storage_offset() % dtype.itemsize:
+            bytes_B = bytes_B.clone()
+        shape = (len(self.rows), *self.header.shape[1:]) if self.header.shape else ()
+        rows = bytes_B.view(dtype).view(shape)
+        return rows[(slice(None), *self.part[1:])] if self.header.shape else rows
+
+
+def plan(wishes: list[Wish], span_bytes: int = SPAN_BYTES) -> list[Span]:
+    """File by file in the order of the files. Of one file integers come last, as the words of packed matrices: their
+    scales, which are small, can be kept until then, and nothing else need be."""
+    files: dict[object, tuple[list[Extent], list[Extent]]] = defaultdict(lambda: ([], []))
+    for wish in wishes:
+        files[wish.header.file][wish.header.dtype == "I32"].append(wish.extent)
+    return [span for parts in files.values() for part in parts for span in plan_spans(part, span_bytes)]
+
+
+def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch.Tensor]]:
+    """Each wish once, with the wanted part: on the device, or on the host where it is small.
+
+    What lies on the host is valid until the next is asked for. Raises OSError as files do.
+    """
+    on_gpu = device.type == "cuda"
+    names: dict[Extent, deque[Wish]] = defaultdict(deque)
+    for wish in wishes:
+        names[wish.extent].append(wish)
+    reader = ExtentReader(plan(wishes), pinned=on_gpu)
+    for extent, bytes_B in reader:
+        wish = names[extent].popleft()
+        if not on_gpu or extent.size <= SMALL_BYTES:
+            yield wish, wish.view(bytes_B)
+            continue
+        on_device_B = bytes_B.to(device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        reader.release_with(copied.synchronize)
+        yield wish, wish.view(on_device_B)
