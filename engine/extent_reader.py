@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common file systems
-SPAN_BYTES = 32 * 2**20
-PIECE_BYTES = 8 * 2**20  # of one read, so that several threads share a span
+SPAN_BYTES = 16 * 2**20
+RING_BYTES = 4 * SPAN_BYTES
+PIECE_BYTES = 4 * 2**20  # of one read, so that several threads share a span
 MOST_SKIPPED = 256 * 2**10  # reading over a gap of so much costs less than another request
 
 
@@ -129,7 +130,7 @@ class ExtentReader:
         *,
         num_threads: int = 4,
         span_bytes: int = SPAN_BYTES,
-        ring_bytes: int = 8 * SPAN_BYTES,
+        ring_bytes: int = RING_BYTES,
         pinned: bool = False,
         direct: bool = False,
     ):
