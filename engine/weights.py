@@ -16,6 +16,7 @@ from engine import tensor_reader
 from engine.checkpoint_headers import CheckpointError, TensorHeader, read_headers
 from engine.config import ConfigError
 from engine.json_files import read_json
+from engine.load_progress import LoadProgress
 from engine.tensor_reader import Wish
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -87,17 +88,28 @@ class Checkpoint:
                 + (f" (and {len(left_over) - 1} more)." if len(left_over) > 1 else ".")
             )
 
-    def load(self, specs: dict[str, TensorSpec], device: torch.device | None = None) -> None:
+    def load(
+        self, specs: dict[str, TensorSpec], device: torch.device | None = None, tells: bool = False
+    ) -> LoadProgress:
         """Reads this rank's part of each tensor and hands it to its store, on `device`, by default the host; `specs`
-        must have passed `check`. A store must copy what it keeps. Raises CheckpointError naming file and tensor."""
-        wishes = [Wish(name, self.tensors[name], spec.part) for name, spec in specs.items() if spec.part is not None]
-        checks = FiniteChecks()
+        must have passed `check`. A store must copy what it keeps. tells: whether the log says how far it is.
+
+        Raises CheckpointError naming file and tensor."""
+        wishes = self.wishes(specs)
+        checks, progress = FiniteChecks(), LoadProgress(sum(wish.extent.size for wish in wishes), tells)
         try:
             for wish, value in tensor_reader.read(wishes, device or torch.device("cpu")):
                 _store(specs[wish.name], wish, value, checks)
+                progress.add(wish.extent.size)
         except OSError as error:
             raise CheckpointError(f"{self.directory}: {error}") from error
         checks.finish()
+        progress.finish()
+        return progress
+
+    def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
+        """What of the files this rank reads."""
+        return [Wish(name, self.tensors[name], spec.part) for name, spec in specs.items() if spec.part is not None]
 
     def read(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """This rank's part of one tensor, once more, on the host."""

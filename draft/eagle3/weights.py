@@ -81,7 +81,7 @@ def _load_checkpoint(directory: Path, config: Eagle3Config, parallel: ParallelSt
     specs = {names.get(name, name): spec for name, spec in model.specs(set(names)).items()}
     checkpoint.check(specs)
     if parallel.device.type != "meta":
-        checkpoint.load(specs, parallel.device)
+        checkpoint.load(specs, parallel.device, tells=parallel.rank == 0)
     return model
 
 

@@ -90,7 +90,7 @@ def _load_checkpoint(
         checkpoint.check(specs)
     if is_check:
         return model
-    checkpoint.load(specs, parallel.device)
+    checkpoint.load(specs, parallel.device, tells=parallel.rank == 0)
     if self_test and storage == "int4" and config.moe_layers:
         _test_experts(model, checkpoint, specs, prefix)
     return model
