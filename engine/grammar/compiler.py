@@ -22,8 +22,14 @@ MAX_COMPILED = 128
 # llguidance descends into rules that refer to rules, up to 8 KiB each; addresses alone, memory only as it is used.
 STACK_BYTES = 512 * 2**20
 # Its own bounds, which are counts and no times: symbols, and steps that building the lexer takes. Those of a mask are
-# its defaults: 200,000 lexer steps and 50,000 parser items, some 15 ms.
-LIMITS = {"max_grammar_size": 100_000, "initial_lexer_fuel": 1_000_000, "verbose_errors": False}
+# its defaults: 200,000 lexer steps and 50,000 parser items, some 15 ms; but a row of five items for each of MAX_KEYS
+# keys that an object may leave out.
+LIMITS = {
+    "max_grammar_size": 100_000,
+    "initial_lexer_fuel": 1_000_000,
+    "max_items_in_row": 5 * bounds.MAX_KEYS,
+    "verbose_errors": False,
+}
 # Between two JSON tokens: what printers write. With no bound a model that likes spaces or empty lines may write nothing
 # else until its budget ends.
 WHITESPACE = r" {1,4}|\r?\n( {0,64}|\t{0,16})"

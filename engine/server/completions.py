@@ -37,10 +37,12 @@ DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
 
 
-async def encode_prompts(client: EngineClient, prompt: Any) -> list[list[int]]:
-    """The prompts of a request in token ids. Raises 400 for an empty one."""
+async def encode_prompts(client: EngineClient, prompt: Any, n: int) -> list[list[int]]:
+    """The prompts of a request in token ids. Raises 400 for an empty one, and before any work for too many answers."""
     many = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     prompts = prompt if many else [prompt]
+    if len(prompts) * n > MAX_CHOICES:
+        raise bad_request(f"{len(prompts)} prompts times n={n} exceed {MAX_CHOICES} answers.", "prompt")
     for i, item in enumerate(prompts):
         if not item:
             where = f"prompt[{i}]" if many else "prompt"
@@ -196,9 +198,7 @@ async def create_completion(request: Request) -> Response:
     bound = await bind_completion(body, client.check_structured_outputs)
     warnings += bound.warnings
     params = completion_params(body, client, bound.outputs)
-    prompts = await encode_prompts(client, body.prompt)
-    if len(prompts) * params.n > MAX_CHOICES:
-        raise bad_request(f"{len(prompts)} prompts times n={params.n} exceed {MAX_CHOICES} answers.", "prompt")
+    prompts = await encode_prompts(client, body.prompt, params.n)
     jobs = [(ids, fit_context(params, len(ids), client.max_model_len, "prompt")) for ids in prompts]
     generation = await Generation.start(client, request_id, jobs, names)
     envelope = Envelope(

@@ -227,6 +227,15 @@ def test_b064_references_are_followed_and_recursion_ends():
     assert expected(structured, TOKENIZER.encode('{"c": [{"c": []}, {"c": [{"c": []}]}]}')) == ENDS
 
 
+@pytest.mark.parametrize("closed", [{"additionalProperties": False}, {}])
+def test_the_widest_object_that_is_taken_can_be_written(closed):
+    """Each key that may be left out takes places in the parser's row behind the opening brace."""
+    keys = [f"k{i}" for i in range(engine.grammar.bounds.MAX_KEYS)]
+    wide = {"type": "object", "properties": {key: {"enum": [1]} for key in keys}} | closed
+    text = f'{{"{keys[0]}": 1, "{keys[500]}": 1, "{keys[-1]}": 1}}'
+    assert expected({"json": wide}, TOKENIZER.encode(text)) == ENDS
+
+
 @pytest.mark.parametrize("pattern", ["(A+)+$", "(A|A)*$", "(A|B)*A(A|B){25}", "^([A-Z]+)*$"])
 def test_b181_patterns_that_explode_elsewhere_are_linear_here(pattern):
     request = request_of({"regex": pattern})

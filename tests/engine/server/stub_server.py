@@ -31,7 +31,7 @@ def wish(answer: str) -> str:
 
 class StubCore(FakeCore):
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        wishes = WISH.findall(tokenizer().decode(prompt_token_ids))
+        wishes = WISH.findall(tokenizer().decode(prompt_token_ids, skip_special_tokens=False))
         if wishes:
             self.scripts.extend([emit(base64.b64decode(wishes[-1]).decode())] * params.n)
         super().add_request(request_id, prompt_token_ids, params)

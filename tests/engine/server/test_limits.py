@@ -1,6 +1,7 @@
 """What is too much for one request, or for the context: refused by the name of the limit, or cut as written."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +81,15 @@ def test_b105_an_error_tells_nothing_of_our_insides(server):
     error = server.refusal(CHAT, long)
     words = json.dumps(error)
     assert not any(word in words for word in ("Traceback", ".py", "Error(", "engine/", "/work", "Exception"))
+
+
+def test_too_many_prompts_are_refused_before_any_is_encoded(server, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(server.client, "tokenizer", SimpleNamespace(encode=lambda *a, **k: encoded.append(a)))
+    for fields in ({"prompt": ["a"] * 1025}, {"prompt": ["a"] * 9, "n": 128}, {"prompt": [[97]] * 513, "n": 2}):
+        error = server.refusal(COMPLETIONS, fields)
+        assert error["param"] == "prompt" and "1024" in error["message"]
+    assert not encoded
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,8 @@ def test_each_request_says_what_its_answer_will_be():
     with serving(make_stub([1, 3])) as server:
         for answer, content, calls in (
             ("r</think>漢字😀", "漢字😀", None),
+            ("r</think>ab", "ab", None),
+            ("r</think>abc", "abc", None),
             ("r" + section(call("functions.f:0", '{"x":1}')), None, [("functions.f:0", "f", '{"x":1}')]),
         ):
             messages = [{"role": "user", "content": wish("another")}, {"role": "user", "content": f"Do {wish(answer)}"}]
