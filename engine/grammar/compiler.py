@@ -22,8 +22,14 @@ MAX_COMPILED = 128
 # llguidance descends into rules that refer to rules, up to 8 KiB each; addresses alone, memory only as it is used.
 STACK_BYTES = 512 * 2**20
 # Its own bounds, which are counts and no times: symbols, and steps that building the lexer takes. Those of a mask are
-# its defaults: 200,000 lexer steps and 50,000 parser items, some 15 ms.
-LIMITS = {"max_grammar_size": 100_000, "initial_lexer_fuel": 1_000_000, "verbose_errors": False}
+# its defaults: 200,000 lexer steps and 50,000 parser items, some 15 ms. A row of the parser has four items for each
+# optional property of an object, so that its default of 2,000 would be met by half the properties allowed.
+LIMITS = {
+    "max_grammar_size": 100_000,
+    "initial_lexer_fuel": 1_000_000,
+    "max_items_in_row": 10_000,
+    "verbose_errors": False,
+}
 # Between two JSON tokens: what printers write. With no bound a model that likes spaces or empty lines may write nothing
 # else until its budget ends.
 WHITESPACE = r" {1,4}|\r?\n( {0,64}|\t{0,16})"
@@ -74,7 +80,7 @@ class GrammarCompiler:
         key = (structured.kind, _text(structured))
         with self._lock:
             future = _kept(self._checked, key, lambda: self._checks.submit(self._try, *key))
-        future.result()
+        _result(future)
 
     def submit(self, structured: StructuredOutputs) -> Future:
         """Its result: an LLMatcher at the grammar's start, to be copied. It raises InvalidRequestError."""
@@ -92,6 +98,15 @@ class GrammarCompiler:
 
     def _try(self, kind: str, text: str) -> None:
         self._compile(kind, text)
+
+
+def _result(future: Future) -> Any:
+    """What it has come to. A refusal is raised as a new one: the one that is kept would take on, and hold, the frames
+    of everyone to whom it is raised."""
+    error = future.exception()
+    if isinstance(error, InvalidRequestError):
+        raise InvalidRequestError(str(error), error.param)
+    return future.result()
 
 
 def _kept(done: OrderedDict[tuple[str, str], Future], key: tuple[str, str], start: Callable[[], Future]) -> Future:
@@ -112,10 +127,11 @@ def _compile(vocabulary: Vocabulary, kind: str, text: str) -> Any:
     matcher = vocabulary.matcher(grammar, llguidance.LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise _refusal(kind, error_of(matcher))
-    first = matcher.deep_copy()
-    mask = np.frombuffer(first.compute_bitmask(), dtype=np.int32)
-    if first.is_error() or not mask.any():
-        raise _refusal(kind, f"nothing matches it. {error_of(first)}")
+    for reason in ("nothing matches it. ", ""):  # the first may use up what its lexer may take, and leave others none
+        copy = matcher.deep_copy()
+        mask = np.frombuffer(copy.compute_bitmask(), dtype=np.int32)
+        if copy.is_error() or not mask.any():
+            raise _refusal(kind, reason + error_of(copy))
     return matcher
 
 
@@ -167,7 +183,7 @@ def _choice(text: str) -> str:
     bounds.check_length(text)
     choices = json.loads(text)
     if len(choices) > bounds.MAX_CHOICES:
-        raise ValueError(f"it has {len(choices)} texts, more than the {bounds.MAX_CHOICES} allowed")
+        raise bounds.Refusal(f"it has {len(choices)} texts, more than the {bounds.MAX_CHOICES} allowed")
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}\n")
 
