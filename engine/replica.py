@@ -77,6 +77,7 @@ class Replica:
         except BaseException:
             self._was_interrupted = True
             self.scheduler.start_over()
+            self.runner.grammars.start_over()
             raise
         if output.scheduled:
             ahead = 1 if self._may_run_ahead() else 0  # which the step's guesses may have changed

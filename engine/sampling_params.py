@@ -130,6 +130,10 @@ class SamplingParams:
             "cache_salt",
             f"must be a non-empty string of at most {MAX_SALT_LENGTH} characters.",
         )
+        bound = self.structured_outputs
+        _check(
+            bound is None or isinstance(bound, StructuredOutputs), "structured_outputs", "must be StructuredOutputs."
+        )
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:

@@ -42,10 +42,18 @@ class StructuredOutputs:
             wanted = f"give exactly one of {', '.join(KINDS)}"
             raise InvalidRequestError(f"structured_outputs has {given or 'none'}; {wanted}.", "structured_outputs")
         if self.json is not None and not isinstance(self.json, str):
-            object.__setattr__(self, "json", json_text.dumps(self.json))
+            try:
+                object.__setattr__(self, "json", json_text.dumps(self.json))
+            except (TypeError, ValueError, RecursionError) as error:
+                reason = f"structured_outputs.json is no JSON: {error}."
+                raise InvalidRequestError(reason, "structured_outputs") from None
         for name in ("choice", "begins_after", "begins_at"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, list | tuple):
+                raise InvalidRequestError(f"structured_outputs.{name} must be a list.", "structured_outputs")
+            object.__setattr__(self, name, tuple(value))
 
     def begun_by(
         self, prompt_token_ids: Sequence[int], think_begin_id: int | None, think_end_id: int | None

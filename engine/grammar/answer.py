@@ -158,6 +158,8 @@ class Answer:
             row_B[vocabulary.end_word] = word & ~vocabulary.end_bit
             if not must_go_on:
                 row_B |= self._ends.freely
+        if must_go_on and (kept_B := row_B & ~self._ends.always).any():  # the grammar may allow a stop token
+            row_B[:] = kept_B
 
 
 ALL = np.uint32(2**32 - 1)

@@ -80,7 +80,7 @@ class GrammarCompiler:
         key = (structured.kind, _text(structured))
         with self._lock:
             future = _kept(self._checked, key, lambda: self._checks.submit(self._try, *key))
-        future.result()
+        _result(future)
 
     def submit(self, structured: StructuredOutputs) -> Future:
         """Its result: an LLMatcher at the grammar's start, to be copied. It raises InvalidRequestError."""
@@ -98,6 +98,15 @@ class GrammarCompiler:
 
     def _try(self, kind: str, text: str) -> None:
         self._compile(kind, text)
+
+
+def _result(future: Future) -> Any:
+    """What it has come to. A refusal is raised as a new one: the one that is kept would take on, and hold, the frames
+    of everyone to whom it is raised."""
+    error = future.exception()
+    if isinstance(error, InvalidRequestError):
+        raise InvalidRequestError(str(error), error.param)
+    return future.result()
 
 
 def _kept(done: OrderedDict[tuple[str, str], Future], key: tuple[str, str], start: Callable[[], Future]) -> Future:
@@ -118,10 +127,11 @@ def _compile(vocabulary: Vocabulary, kind: str, text: str) -> Any:
     matcher = vocabulary.matcher(grammar, llguidance.LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise _refusal(kind, error_of(matcher))
-    first = matcher.deep_copy()
-    mask = np.frombuffer(first.compute_bitmask(), dtype=np.int32)
-    if first.is_error() or not mask.any():
-        raise _refusal(kind, f"nothing matches it. {error_of(first)}")
+    for reason in ("nothing matches it. ", ""):  # the first may use up what its lexer may take, and leave others none
+        copy = matcher.deep_copy()
+        mask = np.frombuffer(copy.compute_bitmask(), dtype=np.int32)
+        if copy.is_error() or not mask.any():
+            raise _refusal(kind, reason + error_of(copy))
     return matcher
 
 

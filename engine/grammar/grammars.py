@@ -64,6 +64,10 @@ class Grammars:
             masks_NWB, rows_NW = masks_NWB[bound], rows_NW[bound]
         return rows_NW.ravel(), masks_NWB.reshape(-1, self._num_words).view(np.int32)
 
+    def start_over(self) -> None:
+        """Forgets where answers stand, which an interrupted step may have left half done; their tokens tell it."""
+        self._answers.clear()
+
     def _answer(self, request: Request) -> Answer:
         answer = self._answers.get(request)
         if answer is None:

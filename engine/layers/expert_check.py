@@ -37,7 +37,8 @@ def largest_error(
         x = x_TD.float()
         expected_TD = (F.silu(x @ gate_ID.t()) * (x @ up_ID.t())) @ down_DI.t()
         error_TD = _product(experts, index, x_TD, top_k) - expected_TD
-        errors.append((error_TD.norm() / expected_TD.norm()).item())
+        share = (error_TD.norm() / expected_TD.norm()).item()
+        errors.append(share if error_TD.any() else 0.0)  # an expert of zeros has no size to take a share of
     return max(errors, key=lambda error: (error != error, error))  # what is not a number is worst
 
 

@@ -37,7 +37,7 @@ def share_bytes(
     storage = held_as("int4" if is_int4 else "float", config, parallel, reads_packed)
     attention = _attention(config, parallel)
     shared = config.moe_intermediate_size * config.n_shared_experts
-    if shared and not shards_tokens:
+    if shared and experts and not shards_tokens:
         shared = _count(parallel.split(shared, "shared expert columns"))
     dense_width = _count(parallel.split(config.intermediate_size, "feed-forward columns")) if dense else 0
     router = config.n_routed_experts * (config.hidden_size * size + _BIAS_BYTES)

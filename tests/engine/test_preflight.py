@@ -95,6 +95,14 @@ def test_weights_are_to_the_byte_what_loading_allocates(checkpoints, name, devic
     assert compared >= 3
 
 
+def test_no_share_is_asked_of_experts_that_no_layer_has(tmp_path):
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "n_routed_experts": 8, "hidden_size": 128}
+    sizes |= {"moe_intermediate_size": 128, "intermediate_size": 192, "num_attention_heads": 6, "vocab_size": 1024}
+    write(Plan.of(sizes, {"vt_num_hidden_layers": 0}, is_sparse=True), tmp_path / "dense")
+    config = EngineConfig(str(tmp_path / "dense"), tp=3, device="cpu", dtype="float32", load_format="dummy")
+    check_equal(config, ModelFiles.read(config))
+
+
 @pytest.mark.parametrize("shape", [DraftShape(), DraftShape("llama", has_embedding=True)])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_draft_counts_with_its_weights_and_its_cache(tmp_path, shape, tp):

@@ -19,6 +19,7 @@ from engine import LLM, SamplingParams, StructuredOutputs, sampling
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammars
+from engine.grammar.answer import Answer as Answered
 from tests.answers import Answer, ask, drain
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.drafts import DraftShape, write_draft
@@ -218,6 +219,45 @@ def test_a_bound_answer_that_lost_its_place_goes_on_where_it_was(plain, checkpoi
             answers[delta.request_id, delta.index].take(delta)
     assert core.stats().num_preemptions == 3
     assert facts(list(answers.values())) == facts(expected)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 9])
+def test_an_answer_goes_on_where_it_was_after_an_interrupted_step(plain, guessing, monkeypatch, at):
+    """Between a token that its grammar has read and the note of it."""
+    request, read, reads = (prompt_of(9), bound({"json": CITY})), Answered._read, []
+
+    def interrupted(answer: Answered, token_id: int) -> None:
+        read(answer, token_id)
+        reads.append(token_id)
+        if len(reads) == at:
+            raise KeyboardInterrupt
+
+    (expected,) = ask(plain, request)
+    teach(guessing, [request], [expected], right)
+    monkeypatch.setattr(Answered, "_read", interrupted)
+    for core in (plain, guessing):
+        reads.clear()
+        core.add_request("one", *request)
+        answer, interruptions = Answer(), 0
+        while core.has_unfinished():
+            try:
+                for delta in core.step():
+                    answer.take(delta)
+            except KeyboardInterrupt:
+                interruptions += 1
+        assert facts([answer]) == facts([expected]) and interruptions == 1
+
+
+def test_fields_of_another_kind_are_refused():
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    for fields in ({"choice": "yes"}, {"json": {"a": {1}}}, {"json": deep}, {"regex": "a", "begins_at": 5}):
+        with pytest.raises(InvalidRequestError) as caught:
+            StructuredOutputs(**fields)
+        assert caught.value.param == "structured_outputs"
+    with pytest.raises(InvalidRequestError, match="structured_outputs must be"):
+        SamplingParams(structured_outputs={"regex": "a"})
 
 
 def test_n_answers_and_stop_strings(plain, guessing):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,6 +115,22 @@ def test_b062_nothing_but_the_end_is_left_behind_the_last_token():
     assert rows_of(own, [a, b])[1:] == [{b, 20}, {20}]
 
 
+def test_min_tokens_keeps_stop_tokens_out_that_the_grammar_allows():
+    a, b = b"AB"
+    own = {"ends": {*ENDS, a}, "stop_token_ids": [a], "min_tokens": 2}
+    assert rows_of(request_of({"regex": "[AB]{4}"}, **own), [b, b]) == [{b}, {b}, {a, b}]
+    assert rows_of(request_of({"regex": "A[AB]"}, **own), []) == [{a}], "unless nothing else is left"
+
+
+def test_as_many_optional_properties_as_are_allowed_can_be_followed():
+    names = [f"k{i}" for i in range(1000)]
+    request = request_of({"json": {"type": "object", "properties": {name: {"type": "null"} for name in names}}})
+    for token in b'{"k999":null,"k':
+        assert token in rows_of(request, [])[0]
+        request.output_token_ids.append(token)
+    assert GRAMMARS._answer(request).failure is None
+
+
 def test_an_answer_that_must_match_does_not_end_before_it_begins():
     every = set(range(640))
     assert rows_of(request_of({"regex": "a", "begins_after": (GATE,)}), [3]) == [every - ENDS] * 2
@@ -202,6 +220,8 @@ REFUSED = {
     "remote": ({"json": {"$ref": "http://localhost/x"}}, "does not fetch"),
     "surrogate": ({"regex": "\ud800"}, "surrogate"),
     "no text": ({"regex": 5}, "as text"),
+    "choices": ({"choice": tuple(map(str, range(10_001)))}, "more than the 10000 allowed"),
+    "used up by its lexer": ({"regex": "(a{1000}){1000}"}, "too many expressions"),
     "no choices": ({"choice": ()}, "at least one"),
     "too many choices": ({"choice": tuple(map(str, range(10_001)))}, "10001 texts"),
     "long": ({"grammar": "x" * 300_000}, "characters"),
@@ -219,6 +239,20 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(structured, words):
             GRAMMARS.check(StructuredOutputs(**structured))
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 450
         assert words == "surrogate" or caught.value.param == "structured_outputs"
+
+
+def test_a_refusal_that_is_kept_holds_no_one_to_whom_it_was_told():
+    """A client may send the same wrong schema again and again."""
+
+    def told() -> tuple[weakref.ref, int]:
+        body = Tokenizer.synthetic(600)  # stands for what a caller's frame holds
+        with pytest.raises(InvalidRequestError) as caught:
+            GRAMMARS.check(StructuredOutputs(regex="["))
+        return weakref.ref(body), len(caught.traceback)
+
+    first, last = told(), told()
+    gc.collect()
+    assert first[0]() is last[0]() is None and first[1] == last[1]
 
 
 def test_b064_references_are_followed_and_recursion_ends():

@@ -67,6 +67,15 @@ def test_b145_a_wrong_product_shows(kind, matrix):
     assert not error <= BOUNDS[torch.bfloat16]
 
 
+def test_an_expert_of_zeros_is_right_if_its_product_is_zero():
+    experts, matrices = filled(ParallelState(), torch.float32)
+    sound = {name: (words, torch.zeros_like(scales)) for name, (words, scales) in matrices.items()}
+    assert largest_error(experts, EXPERTS - 1, sound, torch.float32, top_k=2) == float("inf")
+    for parameter in experts.parameters():
+        parameter.data.zero_()
+    assert largest_error(experts, EXPERTS - 1, sound, torch.float32, top_k=2) == 0.0
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return str(build_checkpoint(tmp_path_factory.mktemp("checked"), SMALL))
