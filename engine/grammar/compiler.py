@@ -167,7 +167,7 @@ def _choice(text: str) -> str:
     bounds.check_length(text)
     choices = json.loads(text)
     if len(choices) > bounds.MAX_CHOICES:
-        raise ValueError(f"it has {len(choices)} texts, more than the {bounds.MAX_CHOICES} allowed")
+        raise bounds.Refusal(f"it has {len(choices)} texts, more than the {bounds.MAX_CHOICES} allowed")
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}\n")
 
