@@ -92,7 +92,8 @@ class _Choice:
     def read(self, delta: CompletionDelta) -> _Piece:
         call = self._call
         if call.prompt_only:
-            delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
+            reason = "abort" if delta.finish_reason == "abort" else "length"
+            delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
         echo = [] if self._echoed else self._prompt
         self._echoed = True
         text = call.client.tokenizer.decode(echo, skip_special_tokens=False) + delta.text
@@ -102,7 +103,8 @@ class _Choice:
     def _logprobs(self, echo: list[int], delta: CompletionDelta) -> dict[str, list]:
         """Of the echoed prompt and the delta; control tokens of a prompt are shown, those of an answer as asked."""
         call, tokenizer = self._call, self._call.client.tokenizer
-        scores = [*(call.scores[self._number] if echo else ()), *(delta.logprobs or ())]
+        unscored = [None] * len(echo)
+        scores = [*(call.scores.get(self._number, unscored) if echo else ()), *(delta.logprobs or ())]
         skip = call.params.skip_special_tokens
         offsets = [self._offsets.push(token, False) for token in echo]
         offsets += [self._offsets.push(token, skip and tokenizer.is_hidden(token)) for token in delta.token_ids]
@@ -117,8 +119,8 @@ class _Choice:
         choice = {"index": self.index, "text": "".join(piece.text for piece in self.pieces), "logprobs": logprobs}
         choice |= {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
         if call.body.prompt_logprobs is not None:
-            scores = call.scores[self._number]
-            choice["prompt_logprobs"] = prompt_logprobs_json(call.client.tokenizer, scores)
+            scores = call.scores.get(self._number)
+            choice["prompt_logprobs"] = scores and prompt_logprobs_json(call.client.tokenizer, scores)
         if call.body.return_token_ids:
             choice["prompt_token_ids"] = self._prompt
             choice["token_ids"] = [token for piece in self.pieces for token in piece.delta.token_ids]
@@ -155,13 +157,14 @@ class CompletionCall:
         self.choices = [_Choice(self, i) for i in range(len(self.prompts) * self.params.n)]
 
     async def _pieces(self) -> AsyncIterator[tuple[_Choice, _Piece]]:
-        """Reads the deltas; where an echo needs the prompt's scores, those that come before the scores wait."""
+        """Reads the deltas; where an echo needs the prompt's scores, those that come before the scores wait. An answer
+        that was aborted may never get any."""
         waiting: dict[int, list[CompletionDelta]] = defaultdict(list)
         needs_scores = bool(self.body.echo) and self.body.logprobs is not None
         async for number, delta in self.generation:
             if delta.prompt_logprobs is not None:
                 self.scores[number] = delta.prompt_logprobs
-            if needs_scores and number not in self.scores:
+            if needs_scores and number not in self.scores and delta.finish_reason != "abort":
                 waiting[number].append(delta)
                 continue
             for ready in [*waiting.pop(number, ()), delta]:
