@@ -88,6 +88,7 @@ class _Choice:
         self._prompt = call.prompts[self._number]
         self._offsets = TextOffsets(call.client.tokenizer)
         self._echoed = not call.body.echo
+        self._has_begun = False
 
     def read(self, delta: CompletionDelta) -> _Piece:
         call = self._call
@@ -127,7 +128,7 @@ class _Choice:
         return choice
 
     def chunk(self, piece: _Piece) -> dict[str, Any] | None:
-        """The choice of the event for one piece; None if there is nothing to say yet."""
+        """The choice of the event for one piece; None if there is nothing to say yet. The prompt's ids come first."""
         body = self._call.body
         if not piece.text and piece.delta.finish_reason is None:
             spoken = body.logprobs is not None or body.return_token_ids
@@ -138,7 +139,9 @@ class _Choice:
         if piece.delta.finish_reason is not None:
             choice["stop_reason"] = piece.delta.stop_reason
         if body.return_token_ids:
+            choice |= {} if self._has_begun else {"prompt_token_ids": self._prompt}
             choice["token_ids"] = piece.delta.token_ids
+            self._has_begun = True
         return choice
 
 
