@@ -44,6 +44,9 @@ def test_a_rendered_prompt_is_the_one_that_is_answered(server):
     assert server.post(f"{CHAT}/render", {"messages": long, "nope": 1}).json()["warnings"]
     assert len(server.core.requests) == before, "nothing was generated"
     assert server.refusal(f"{CHAT}/render", {"messages": [{"role": "robot"}]})["param"] == "messages[0].role"
+    for wrong in ({"stream_options": {}}, {"request_id": "a b"}, {"stream": True, "prompt_logprobs": 1}):
+        body = {"messages": HI} | wrong
+        assert server.refusal(f"{CHAT}/render", body) == server.refusal(CHAT, body)
     assert server.refusal(f"{CHAT}/render", {"messages": HI, "model": "gpt"}, 404)["code"] == "model_not_found"
 
 
