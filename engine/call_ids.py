@@ -56,8 +56,8 @@ def rename_calls(messages: list[dict[str, Any]]) -> None:
 
 def _numbers(messages: list[dict[str, Any]]) -> list[int]:
     """The number of each call: its own in Kimi's form, else its place among the conversation's calls, or the next that
-    no other call has."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    no other call has. Only an assistant calls: what others send under that name has not been looked at."""
+    calls = [call for message in messages if message["role"] == "assistant" for call in message.get("tool_calls") or ()]
     given = [call_number(call["id"], call["function"]["name"]) for call in calls]
     taken, numbers, free = set(given), [], 0
     for place, number in enumerate(given):

@@ -142,7 +142,7 @@ class SamplingParams:
         if not bias:
             object.__setattr__(self, "logit_bias", None)
             return
-        ids = all(_is_int(k) or (isinstance(k, str) and k.isascii() and k.isdigit()) for k in bias)
+        ids = all(_is_int(k) or (isinstance(k, str) and len(k) < 20 and k.isascii() and k.isdigit()) for k in bias)
         _check(ids, "logit_bias", "keys must be token ids.")
         parsed = {int(k): v for k, v in bias.items()}
         _check(

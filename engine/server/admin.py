@@ -67,11 +67,12 @@ async def health_generate(request: Request) -> Response:
 async def _first_token(generation: Generation) -> dict[str, Any]:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            async for _ in generation:
-                pass
+            num_tokens = sum([len(delta.token_ids) async for _, delta in generation])
     except TimeoutError:
         message = f"No token came within {PROBE_SECONDS:g} s; the server is overloaded or hangs."
         raise ApiError(503, message, code="no_token", headers={"retry-after": "1"}) from None
+    if not num_tokens:
+        raise ApiError(503, "The request was aborted before its token came.", code="no_token")
     return {"status": "ok"}
 
 

@@ -90,11 +90,13 @@ class _Choice:
         self._prompt = call.prompts[self._number]
         self._offsets = TextOffsets(call.client.tokenizer)
         self._echoed = not call.body.echo
+        self._has_begun = False
 
     def read(self, delta: CompletionDelta) -> _Piece:
         call = self._call
         if call.prompt_only:
-            delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason="length", stop_reason=None)
+            reason = "abort" if delta.finish_reason == "abort" else "length"
+            delta = replace(delta, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
         echo = [] if self._echoed else self._prompt
         self._echoed = True
         text = call.client.tokenizer.decode(echo, skip_special_tokens=False) + delta.text
@@ -104,7 +106,8 @@ class _Choice:
     def _logprobs(self, echo: list[int], delta: CompletionDelta) -> dict[str, list]:
         """Of the echoed prompt and the delta; control tokens of a prompt are shown, those of an answer as asked."""
         call, tokenizer = self._call, self._call.client.tokenizer
-        scores = [*(call.scores[self._number] if echo else ()), *(delta.logprobs or ())]
+        unscored = [None] * len(echo)
+        scores = [*(call.scores.get(self._number, unscored) if echo else ()), *(delta.logprobs or ())]
         skip = call.params.skip_special_tokens
         offsets = [self._offsets.push(token, False) for token in echo]
         offsets += [self._offsets.push(token, skip and tokenizer.is_hidden(token)) for token in delta.token_ids]
@@ -119,15 +122,15 @@ class _Choice:
         choice = {"index": self.index, "text": "".join(piece.text for piece in self.pieces), "logprobs": logprobs}
         choice |= {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
         if call.body.prompt_logprobs is not None:
-            scores = call.scores[self._number]
-            choice["prompt_logprobs"] = prompt_logprobs_json(call.client.tokenizer, scores)
+            scores = call.scores.get(self._number)
+            choice["prompt_logprobs"] = scores and prompt_logprobs_json(call.client.tokenizer, scores)
         if call.body.return_token_ids:
             choice["prompt_token_ids"] = self._prompt
             choice["token_ids"] = [token for piece in self.pieces for token in piece.delta.token_ids]
         return choice
 
     def chunk(self, piece: _Piece) -> dict[str, Any] | None:
-        """The choice of the event for one piece; None if there is nothing to say yet."""
+        """The choice of the event for one piece; None if there is nothing to say yet. The prompt's ids come first."""
         body = self._call.body
         if not piece.text and piece.delta.finish_reason is None:
             spoken = body.logprobs is not None or body.return_token_ids
@@ -138,7 +141,9 @@ class _Choice:
         if piece.delta.finish_reason is not None:
             choice["stop_reason"] = piece.delta.stop_reason
         if body.return_token_ids:
+            choice |= {} if self._has_begun else {"prompt_token_ids": self._prompt}
             choice["token_ids"] = piece.delta.token_ids
+            self._has_begun = True
         return choice
 
 
@@ -157,13 +162,14 @@ class CompletionCall:
         self.choices = [_Choice(self, i) for i in range(len(self.prompts) * self.params.n)]
 
     async def _pieces(self) -> AsyncIterator[tuple[_Choice, _Piece]]:
-        """Reads the deltas; where an echo needs the prompt's scores, those that come before the scores wait."""
+        """Reads the deltas; where an echo needs the prompt's scores, those that come before the scores wait. An answer
+        that was aborted may never get any."""
         waiting: dict[int, list[CompletionDelta]] = defaultdict(list)
         needs_scores = bool(self.body.echo) and self.body.logprobs is not None
         async for number, delta in self.generation:
             if delta.prompt_logprobs is not None:
                 self.scores[number] = delta.prompt_logprobs
-            if needs_scores and number not in self.scores:
+            if needs_scores and number not in self.scores and delta.finish_reason != "abort":
                 waiting[number].append(delta)
                 continue
             for ready in [*waiting.pop(number, ()), delta]:

@@ -13,6 +13,7 @@ from engine.server.transport import dumps
 MAX_MESSAGES = 16_384
 MAX_PARTS = 4_096  # content parts, or tool calls, of one message
 MAX_TOOLS = 1_024
+MAX_BIASES = 16_384  # entries of logit_bias
 MAX_SCHEMA_BYTES = 4 * 2**20  # of everything that is compiled or rendered as a schema, as JSON
 SCHEMA_FIELDS = (
     *("tools", "functions", "response_format", "structured_outputs", "structural_tag", "json_schema", "regex"),
@@ -31,11 +32,13 @@ def check_limits(payload: dict[str, Any], num_bytes: int) -> None:
                     _check_count(f"messages[{i}].{key}", message[key], MAX_PARTS)
     if isinstance(tools, list):
         _check_count("tools", tools, MAX_TOOLS)
+    if isinstance(payload.get("logit_bias"), dict):
+        _check_count("logit_bias", payload["logit_bias"], MAX_BIASES)
     if num_bytes > MAX_SCHEMA_BYTES:
         _check_schemas(payload)
 
 
-def _check_count(name: str, values: list, most: int) -> None:
+def _check_count(name: str, values: list | dict, most: int) -> None:
     if len(values) > most:
         raise _too_much(name, f"{name} has {len(values)} entries, more than the limit of {most}; send fewer.")
 

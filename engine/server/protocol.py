@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, MAX_STOP_STRINGS
 
@@ -127,6 +127,23 @@ Prompt = Annotated[
 ]
 
 
+def _to_first_wrong(kind: type) -> BeforeValidator:
+    """Cuts a list behind its first entry of another type: pydantic would make an error of every wrong one, at a cost of
+    seconds for a long list, and hold the interpreter meanwhile."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, list) or set(map(type, value)) <= {kind}:
+            return value
+        return value[: 1 + next(i for i, item in enumerate(value) if type(item) is not kind)]
+
+    return BeforeValidator(cut)
+
+
+Integers = Annotated[list[int], _to_first_wrong(int)]
+Strings = Annotated[list[str], _to_first_wrong(str)]
+Objects = Annotated[list[dict[str, Any]], _to_first_wrong(dict)]
+
+
 class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -149,9 +166,9 @@ class SamplingFields(RequestModel):
     presence_penalty: float | None = documented(minimum=-2, maximum=2)
     frequency_penalty: float | None = documented(minimum=-2, maximum=2)
     repetition_penalty: float | None = documented(exclusiveMinimum=0, maximum=10)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = documented(additionalProperties={"type": "number"})
     stop: Stop = None
-    stop_token_ids: list[int] | None = documented(items={"type": "integer", "minimum": 0})
+    stop_token_ids: Integers | None = documented(items={"type": "integer", "minimum": 0})
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = documented(minimum=0)
@@ -169,7 +186,7 @@ class SamplingFields(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -180,8 +197,8 @@ class SamplingFields(RequestModel):
 class ChatFields(RequestModel):
     """What decides the prompt of a chat; /tokenize takes the same."""
 
-    messages: list[dict[str, Any]] = Field(json_schema_extra={"minItems": 1, "items": MESSAGE})
-    tools: list[dict[str, Any]] | None = documented(items=TOOL)
+    messages: Objects = Field(json_schema_extra={"minItems": 1, "items": MESSAGE})
+    tools: Objects | None = documented(items=TOOL)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -212,9 +229,9 @@ class TokenizeRequest(ChatFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = documented(items=MESSAGE)
+    messages: Objects | None = documented(items=MESSAGE)
     # Beside a prompt these mean nothing, whatever they hold.
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     thinking: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     # vLLM's name, which evaluation tools send. Kimi's tokenizer adds none by itself, so both values mean the same.
@@ -223,7 +240,7 @@ class TokenizeRequest(ChatFields):
 
 class DetokenizeRequest(RequestModel):
     model: str | None = None
-    tokens: list[int] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    tokens: Integers = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
 
 
 class AbortRequest(RequestModel):

@@ -8,11 +8,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from engine.server.binding import bind_chat
-from engine.server.call_ids import new_id
+from engine.server.call_ids import name_answer
 from engine.server.chat import chat_params, encode_chat
 from engine.server.context import ServerContext
 from engine.server.fields import check_extra_fields
 from engine.server.protocol import ChatCompletionRequest
+from engine.server.sampling import check_stream_options
 from engine.server.transport import json_response
 
 
@@ -23,7 +24,8 @@ async def render_chat(request: Request) -> Response:
     context = ServerContext.of(request)
     body = await context.read(request, ChatCompletionRequest)
     model = context.resolve_model(body.model)
-    warnings = check_extra_fields(body, new_id("render"))
+    warnings = check_extra_fields(body, name_answer(request, "render", body.request_id).own)
+    check_stream_options(body)
     client = context.client
     prompt = await encode_chat(client, body)
     token_ids = prompt.token_ids

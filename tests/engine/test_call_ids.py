@@ -88,3 +88,9 @@ def test_a_call_without_an_id_is_refused_before_it_is_renamed():
     with pytest.raises(InvalidRequestError, match=r"messages\[0\].tool_calls\[0\].id"):
         prepare_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
     assert call_number("functions.f:0", "f") == 0 and call_number("functions.f:²", "f") is None
+
+
+@pytest.mark.parametrize("calls", [5, "x", [5], [{}], [{"id": "a", "function": {"name": "f"}}]])
+def test_what_others_than_assistants_send_as_calls_does_not_count(calls):
+    messages = [USER | {"tool_calls": calls}, turn(F0), result(F0[0]) | {"tool_calls": calls}]
+    assert next_call_number(messages) == next_call_number(prepare_messages(messages)) == 1

@@ -102,3 +102,13 @@ def test_half_open_markers_take_linear_time():
     seconds(1000)
     short = min(seconds(20_000) for _ in range(3))
     assert seconds(200_000) < 40 * short, "ten times the text may not take a hundred times as long"
+
+
+def test_long_stop_strings_cost_no_more_than_short_ones():
+    """All but the first begin with another character, and the first has the text held back for long."""
+    stops = ["a" * 999 + "z", *(chr(0x4E00 + i) + "a" * 999 for i in range(63))]
+    started = time.thread_time()
+    for _ in range(8):
+        finder = StopStrings(stops)
+        assert "".join(finder.push("a") for _ in range(900)) == "" and finder.flush() == "a" * 900
+    assert time.thread_time() - started < 5

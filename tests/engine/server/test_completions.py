@@ -178,3 +178,15 @@ def test_openai_client(server):
 )
 def test_refusals(server, fields, param):
     assert server.refusal("/v1/completions", fields)["param"] == param
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_has_the_ids_that_the_whole_answer_has(server, echo):
+    fields = {"prompt": ["Hi", "yo!"], "n": 2, "echo": echo, "return_token_ids": True}
+    whole = server.complete(**fields)
+    chunks = server.completion_chunks(**fields)
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [c["prompt_token_ids"] for c in own if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
+        assert own[0]["prompt_token_ids"] == emit(fields["prompt"][choice["index"] // 2])
+        assert [token for c in own for token in c["token_ids"]] == choice["token_ids"]

@@ -25,6 +25,7 @@ POSTS = (CHAT, "/v1/completions", "/tokenize", "/detokenize")
         ("seed", 2**63), ("seed", 10**40), ("seed", "x"), ("min_tokens", -1),
         ("top_logprobs", 21), ("top_logprobs", 5), ("logprobs", 5),
         ("logit_bias", {"99999999": 5}), ("logit_bias", {"-1": 5}), ("logit_bias", {"AI": -100}),
+        ("logit_bias", {"1" * 5000: 5}),
         ("logit_bias", {"5": "x"}), ("logit_bias", {"5": 1e9}), ("logit_bias", {"5": True}), ("logit_bias", [1]),
         ("stop", ""), ("stop", 5), ("stop", [1]), ("stop", ["x"] * 1000), ("stop_token_ids", [10**6]),
         ("stop_token_ids", ["a"]), ("stop_token_ids", [1] * 2000), ("stream", "yes"), ("stream", 1),

@@ -1,11 +1,15 @@
 """What is too much for one request, or for the context: refused by the name of the limit, or cut as written."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from engine.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from engine.server.body import validate
+from engine.server.errors import ApiError
+from engine.server.limits import MAX_BIASES, MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from engine.server.protocol import ChatCompletionRequest, DetokenizeRequest
 from tests.engine.server.harness import HI, emit, error_of, make_core, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,6 +40,7 @@ def nested(levels: int) -> dict:
         ({"tools": [big_tool(MAX_SCHEMA_BYTES // 2)] * 2}, "tools", MAX_SCHEMA_BYTES),
         ({"tools": [TOOL], "response_format": {"x": "y" * MAX_SCHEMA_BYTES}}, "response_format", MAX_SCHEMA_BYTES),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(80)}}]}, "tools", 64),
+        ({"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}}, "logit_bias", MAX_BIASES),
         ({"n": 129}, "n", 128),
         ({"stop": ["a"] * 65}, "stop", 64),
         ({"stop": "a" * 1001}, "stop", 1000),
@@ -48,6 +53,24 @@ def test_too_much_is_refused_by_name(server, fields, param, limit):
             assert error["param"] == param and str(limit) in error["message"].replace(",", ""), error
             assert len(error["message"]) < 300
     assert not server.core.requests
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "param"),
+    [
+        (ChatCompletionRequest, {"messages": HI, "stop_token_ids": [""] * 10**6}, "stop_token_ids[0]"),
+        (ChatCompletionRequest, {"messages": HI, "guided_choice": ["a", *[1] * 10**6]}, "guided_choice[1]"),
+        (ChatCompletionRequest, {"messages": [*HI, *[1] * 10**6]}, "messages[1]"),
+        (ChatCompletionRequest, {"messages": HI, "tools": [None] * 10**6}, "tools[0]"),
+        (DetokenizeRequest, {"tokens": [True] * 10**6}, "tokens[0]"),
+    ],
+)
+def test_a_long_list_of_wrong_entries_costs_no_more_than_one(model, fields, param):
+    """An error made of each of them would take seconds, in which nothing else runs, not even the engine's steps."""
+    started = time.thread_time()
+    with pytest.raises(ApiError) as refused:
+        validate(model, fields)
+    assert refused.value.param == param and time.thread_time() - started < 1
 
 
 def test_as_much_as_is_allowed_passes(server):

@@ -1,5 +1,6 @@
 """The small routes: what the server is, what a prompt looks like, whether it generates, and ending calls by name."""
 
+import json
 import logging
 import threading
 
@@ -43,6 +44,9 @@ def test_a_rendered_prompt_is_the_one_that_is_answered(server):
     assert server.post(f"{CHAT}/render", {"messages": long, "nope": 1}).json()["warnings"]
     assert len(server.core.requests) == before, "nothing was generated"
     assert server.refusal(f"{CHAT}/render", {"messages": [{"role": "robot"}]})["param"] == "messages[0].role"
+    for wrong in ({"stream_options": {}}, {"request_id": "a b"}, {"stream": True, "prompt_logprobs": 1}):
+        body = {"messages": HI} | wrong
+        assert server.refusal(f"{CHAT}/render", body) == server.refusal(CHAT, body)
     assert server.refusal(f"{CHAT}/render", {"messages": HI, "model": "gpt"}, 404)["code"] == "model_not_found"
 
 
@@ -110,6 +114,46 @@ def test_calls_are_ended_by_name(gated, kind, stream):
     expected = "abort" if kind == "all" else "length"
     assert other[0].json()["choices"][0]["finish_reason"] in (expected, "stop")
     assert not core.running and not gated.client._running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("scored", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_completion_that_is_ended_before_its_prompt_was_scored(gated, stream, scored, max_tokens):
+    """It says so, and has no scores."""
+    if stream and "prompt_logprobs" in scored:
+        pytest.skip("prompt_logprobs are not streamed")
+    answers: list = []
+    echo = "echo" in scored or max_tokens == 0
+    call = ask(gated, answers, COMPLETIONS, stream=stream, max_tokens=max_tokens, **scored | {"echo": echo})
+    gated.core.wait_for(lambda: gated.core.running)
+    assert gated.post("/abort_request", {"abort_all": True}).json() == {"num_aborted": 1}
+    call.join(20)
+    assert answers[0].status_code == 200
+    if stream:
+        [event, _] = read_stream(answers[0])
+        choice = json.loads(event)["choices"][0]
+    else:
+        choice = check(responses.Completion, answers[0].json())["choices"][0]
+        assert choice.get("prompt_logprobs") is None
+    assert choice["finish_reason"] == "abort" and bool(choice["text"]) == echo
+    if "logprobs" in scored:
+        assert set(choice["logprobs"]["token_logprobs"]) == {None}
+
+
+def test_a_probe_that_is_aborted_is_no_good_sign(gated):
+    answers: list = []
+
+    def probe() -> None:
+        with gated.http() as http:
+            answers.append(http.get("/health_generate"))
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    gated.core.wait_for(lambda: gated.core.running)
+    assert gated.post("/abort_request", {"abort_all": True}).json() == {"num_aborted": 1}
+    thread.join(20)
+    assert error_of(answers[0], 503)["code"] == "no_token"
 
 
 def test_what_abort_refuses_and_what_it_does_not_find(server):
