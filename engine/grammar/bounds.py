@@ -20,10 +20,12 @@ MAX_NESTING = 100
 MAX_RULES = 4_000  # lines
 MAX_ALTERNATIVES = 4_000
 MAX_RULE_DEPTH = 200
+MAX_PATTERNS = 8  # that have to hold together: each may double the time, and no limit of llguidance counts that
 
 _PLAIN = re.compile(r'"(?:\\[^\n]|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\[^\n]|[^/\\\n])+/')
 _BLOCK = re.compile(r"%(?:json|regex|llguidance)\s*(?=\{)")
 _HEADER = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^\n:|]*:", re.MULTILINE)
+_OPERATOR = re.compile(r"[&~]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -46,6 +48,7 @@ def check_json(text: str) -> Any:
     except ValueError as error:
         raise Refusal(f"it is no JSON ({error})") from None
     check_tree(value)
+    check_patterns(value)
     return value
 
 
@@ -66,6 +69,26 @@ def _children(node: Any) -> Iterator[Any]:
     return (value for value in values if isinstance(value, dict | list))
 
 
+def check_patterns(schema: Any) -> None:
+    """Where a schema has parts that must hold together, all its patterns count as if they had to."""
+    patterns, combines, nodes = set(), False, [schema]
+    while nodes:
+        node = nodes.pop()
+        nodes += _children(node)
+        if not isinstance(node, dict):
+            continue
+        own = {f"{key} {node[key]}" for key in ("pattern", "format") if isinstance(node.get(key), str)}
+        all_of = node.get("allOf")
+        combines |= isinstance(all_of, list) and len(all_of) + len(own) > 1
+        combines |= any(key in node for key in ("$ref", "anyOf", "oneOf")) and (bool(own) or isinstance(all_of, list))
+        patterns |= own
+    if combines and len(patterns) > MAX_PATTERNS:
+        raise Refusal(
+            f"it has {len(patterns)} patterns and formats, and parts that hold together by allOf, anyOf, oneOf or "
+            f"$ref, with which at most {MAX_PATTERNS} are allowed"
+        )
+
+
 def check_lark(text: str) -> None:
     check_length(text)
     text = _PLAIN.sub(lambda match: " " * len(match.group()), _without_blocks(text))
@@ -75,6 +98,7 @@ def check_lark(text: str) -> None:
         ("lines", text.count("\n"), MAX_RULES),
         ("alternatives", text.count("|"), MAX_ALTERNATIVES),
         ("rules that refer to rules in turn", _rule_depth(text), MAX_RULE_DEPTH),
+        ("operators & and ~", len(_OPERATOR.findall(text)), MAX_PATTERNS),
     ):
         if count > most:
             raise Refusal(f"it has {count} {what}, more than the {most} allowed")
@@ -89,6 +113,7 @@ def _without_blocks(text: str) -> str:
         except (ValueError, RecursionError):
             raise Refusal(f"the JSON behind {match.group().strip()} in it cannot be read") from None
         check_tree(value)
+        check_patterns(value)
         pieces.append(text[position : match.start()])
         position = end
     return "".join([*pieces, text[position:]])

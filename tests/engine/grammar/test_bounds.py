@@ -19,6 +19,27 @@ def nested(levels: int) -> str:
     return '{"items":' * levels + "{}" + "}" * levels
 
 
+def all_of(count: int) -> str:
+    return json.dumps({"allOf": [{"pattern": f"x{i}"} for i in range(count)]})
+
+
+def referring(count: int) -> str:
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}", "pattern": f"x{i}"} for i in range(count)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions | {f"d{count}": {}}})
+
+
+def any_in_any(count: int) -> str:
+    schema = {}
+    for i in range(count):
+        schema = {"pattern": f"x{i}", "anyOf": [schema]}
+    return json.dumps(schema)
+
+
+def patterned(count: int) -> str:
+    """So many that need not hold together."""
+    return json.dumps({"properties": {f"k{i}": {"pattern": f"x{i}"} for i in range(count)}, "anyOf": [{}, {}]})
+
+
 @pytest.mark.parametrize(
     ("check", "good", "bad", "words"),
     [
@@ -33,6 +54,11 @@ def nested(levels: int) -> str:
         (bounds.check_lark, f"start: %json {json.dumps(wide(9))}", f"start: %json {json.dumps(wide(1001))}", "keys"),
         (bounds.check_lark, 'start: %json {"a": 1} "x"', 'start: %json {"a": 1', "cannot be read"),
         (bounds.check_lark, "start: /x\\/\\n/", "start: /x\ny: /", "end on the line"),
+        (bounds.check_json, all_of(8), all_of(9), "9 patterns"),
+        (bounds.check_json, referring(8), referring(9), "9 patterns"),
+        (bounds.check_json, patterned(9), any_in_any(9), "9 patterns"),
+        (bounds.check_lark, "start: A\nA: /x/" + " & ~/y/" * 4, "start: A\nA: /x/" + " & ~/y/" * 5, "operators"),
+        (bounds.check_lark, 'start: "&~&~&~&~&~"', f"start: %json {all_of(9)}", "9 patterns"),
     ],
 )
 def test_the_largest_is_taken_and_what_is_larger_is_refused(check, good, bad, words):
