@@ -99,14 +99,15 @@ class Answer:
 
     def _renew(self) -> bool:
         """Puts another matcher in the place of one that met a limit, perhaps by what others have made of the lexer that
-        they share; False if it cannot come as far. So a limit ends an answer only if its own tokens alone lead there,
-        taken step by step, since limits are for a step."""
-        self._matcher = self._compiler.renew(self._structured)
-        for token_id in self._taken:
-            self._matcher.compute_bitmask()
-            if not self._take(token_id):
-                self.failure = error_of(self._matcher) or f"it refuses token {token_id}"
-                return False
+        they share; False if it cannot come as far, or if the step has done enough of this."""
+        matcher = self._compiler.renew(self._structured, self._taken)
+        if matcher is None:
+            self.failure = "its grammar met a limit of the compiler in too many answers at once"
+            return False
+        self._matcher = matcher
+        if matcher.is_error():
+            self.failure = error_of(matcher)
+            return False
         return True
 
     def _begin(self) -> bool:

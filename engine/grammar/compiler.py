@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,9 @@ from engine.grammar.vocabulary import Vocabulary, error_of
 from engine.structured_outputs import StructuredOutputs
 from engine.tokenizer import Tokenizer, check_encodable
 
+MAX_RENEWED = 2  # grammars a step, each some 0.1 s
+MAX_REPLAYED = 65_536  # tokens a step, at some 3 us
+REPLAYED_AT_ONCE = 32  # tokens, since llguidance's limits are for a call
 MAX_COMPILED = 128
 # llguidance descends into rules that refer to rules, up to 8 KiB each; addresses alone, memory only as it is used.
 STACK_BYTES = 512 * 2**20
@@ -68,6 +71,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._checked: OrderedDict[tuple[str, str], Future] = OrderedDict()
         self._done: OrderedDict[tuple[str, str], Future] = OrderedDict()
+        self._renewed: dict[tuple[str, str], Any] = {}
+        self._num_replayed = 0
         self._checks, self._steps = _Worker("grammar check"), _Worker("grammar")
 
     @functools.cached_property
@@ -87,11 +92,27 @@ class GrammarCompiler:
         key = (structured.kind, _text(structured))
         return _kept(self._done, key, lambda: self._steps.submit(self._compile, *key))
 
-    def renew(self, structured: StructuredOutputs) -> Any:
-        """A matcher with a lexer of its own, which nobody has used; forgets the one that was kept."""
+    def begin_step(self) -> None:
+        """A step's renewals are counted from here on; all ranks call it alike."""
+        self._renewed.clear()
+        self._num_replayed = 0
+
+    def renew(self, structured: StructuredOutputs, token_ids: Sequence[int]) -> Any:
+        """A matcher that has taken token_ids, with a lexer that is new in this step; None if the step has renewed as
+        much as it may. The answers of one grammar share the new lexer, as they shared the old one: what met its limit
+        for one meets it for all, and a compilation for each would hold up everyone."""
         key = (structured.kind, _text(structured))
-        self._done.pop(key, None)
-        return self._steps.submit(self._compile, *key).result()
+        self._num_replayed += len(token_ids)
+        is_new = key not in self._renewed
+        if self._num_replayed > MAX_REPLAYED or (is_new and len(self._renewed) == MAX_RENEWED):
+            return None
+        if is_new:
+            self._done.pop(key, None)
+            self._renewed[key] = self.submit(structured).result()
+        matcher = self._renewed[key].deep_copy()
+        for start in range(0, len(token_ids), REPLAYED_AT_ONCE):
+            matcher.try_consume_tokens(token_ids[start : start + REPLAYED_AT_ONCE])
+        return matcher
 
     def _compile(self, kind: str, text: str) -> Any:
         return _compile(self.vocabulary, kind, text)

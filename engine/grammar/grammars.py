@@ -51,6 +51,7 @@ class Grammars:
 
         guesses: of each request those that its W rows verify, fewer than W. Bit i of word i // 32: token i is allowed.
         """
+        self._compiler.begin_step()
         masks_NWB = np.zeros((len(requests), width, self._num_words), dtype=np.uint32)
         answers, bound = list(map(self._answer, requests)), []
         address, step = masks_NWB.ctypes.data, masks_NWB.strides[0]

@@ -296,7 +296,30 @@ def test_a_check_shares_nothing_with_steps():
     assert len(compiler._checked) == 1 and not compiler._done
     matcher = compiler.submit(StructuredOutputs(regex="a+")).result()
     assert compiler.submit(StructuredOutputs(regex="a+")).result() is matcher
-    assert compiler.renew(StructuredOutputs(regex="a+")) is not matcher and not compiler._done
+    compiler.begin_step()
+    new = compiler.renew(StructuredOutputs(regex="a+"), [97])
+    assert new.is_accepting() and not matcher.is_accepting()
+    assert compiler.submit(StructuredOutputs(regex="a+")).result() is not matcher
+
+
+def test_a_step_renews_each_grammar_once_and_only_so_much(monkeypatch):
+    """Answers of one grammar meet the limits of the lexer that they share together; compiling it anew and reading all
+    tokens again for each of them would hold up everybody's step."""
+    monkeypatch.setattr(engine.grammar.compiler, "MAX_REPLAYED", 100)
+    compiler = GrammarCompiler(TOKENIZER)
+    compiled = []
+    monkeypatch.setattr(
+        compiler, "_compile", lambda *key: compiled.append(key) or type(compiler)._compile(compiler, *key)
+    )
+    grammars = [StructuredOutputs(regex=regex) for regex in ("a+", "b+", "c+")]
+    for _ in range(2):  # each step has all of it
+        compiler.begin_step()
+        compiled.clear()
+        found = [compiler.renew(grammars[0], [97] * 40), compiler.renew(grammars[0], [97] * 40)]
+        assert all(matcher.is_accepting() for matcher in found) and len(compiled) == 1
+        assert compiler.renew(grammars[1], [98]).is_accepting()
+        assert compiler.renew(grammars[2], [99]) is None, "a third grammar waits for no one"
+        assert compiler.renew(grammars[0], [97] * 20) is None, "more than 100 tokens"
 
 
 def test_compiled_grammars_are_kept_and_the_oldest_forgotten(monkeypatch):
