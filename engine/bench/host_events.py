@@ -40,6 +40,9 @@ class PacedCore:
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Takes everything."""
 
+    def check_structured_outputs(self, structured: Any) -> None:
+        """Takes everything."""
+
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self._left[request_id] = params.max_tokens
 

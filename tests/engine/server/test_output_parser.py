@@ -337,7 +337,7 @@ def test_b181_half_open_markers_take_linear_time(name):
     whole = emit(HALF_OPEN[name])
     small, large = (Case(ids, TOKENIZER.decode(ids), many) for ids in (whole[: len(whole) // 8], whole))
     # Quadratic time would be 64 times as long; the floor keeps short measurements out of it.
-    assert seconds(large) < 24 * max(seconds(small), 0.02)
+    assert min(seconds(large) for _ in range(2)) < 32 * max(seconds(small), 0.02)
 
 
 def test_b181_a_megabyte_of_spelled_markers_is_text():
