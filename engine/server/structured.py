@@ -16,6 +16,7 @@ from engine.server.errors import bad_request
 from engine.server.json_schemas import closed
 from engine.server.protocol import FORMATS, SamplingFields
 
+SCHEMA_KEYS = ("name", "description", "schema", "strict")
 VLLM_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -44,9 +45,33 @@ def asked_constraint(body: SamplingFields) -> Constraint | None:
 
 
 def unknown_keys(body: SamplingFields) -> list[str]:
-    """The keys within `structured_outputs` that nobody reads."""
+    """The keys within `structured_outputs` and `response_format` that nobody reads."""
     given = body.structured_outputs or {}
-    return [f"structured_outputs.{key}" for key in given if key not in (*VLLM_KINDS, "structural_tag")]
+    unknown = [f"structured_outputs.{key}" for key in given if key not in (*VLLM_KINDS, "structural_tag")]
+    return unknown + [f"response_format.{key}" for key in _unknown_in_format(body.response_format or {})]
+
+
+def _unknown_in_format(wish: dict[str, Any]) -> list[str]:
+    if wish.get("type") not in ("json_object", "json_schema"):
+        return [key for key in _given(wish) if key != "type"]
+    place, inner = _schema_place(wish)
+    if not place:
+        return [key for key in _given(wish) if key not in ("type", *SCHEMA_KEYS)]
+    unknown = [key for key in _given(wish) if key not in ("type", "json_schema")]
+    inner = inner if isinstance(inner, dict) else {}
+    return unknown + [f"json_schema.{key}" for key in _given(inner) if key not in SCHEMA_KEYS]
+
+
+def _given(value: dict[str, Any]) -> list[str]:
+    return [key for key, item in value.items() if item is not None]
+
+
+def _schema_place(wish: dict[str, Any]) -> tuple[str, Any]:
+    """(path within response_format, object that holds the schema): in its place of OpenAI's form, or beside the type
+    as other servers take it."""
+    if wish.get("json_schema") is None and wish.get("schema") is not None:
+        return "", wish
+    return ".json_schema", wish.get("json_schema")
 
 
 def _response_format(field: str, value: dict[str, Any] | None) -> Iterator[Constraint]:
@@ -55,13 +80,11 @@ def _response_format(field: str, value: dict[str, Any] | None) -> Iterator[Const
     kind = value.get("type")
     if kind not in FORMATS:
         raise bad_request(f"{field}.type must be one of {', '.join(FORMATS)}.", f"{field}.type")
-    if kind == "json_object" and value.get("schema") is None:
+    place, inner = _schema_place(value)
+    place = field + place
+    if kind == "json_object" and inner is None:
         yield Constraint(field, "json_object", True)
         return
-    # The schema in its place of OpenAI's form, or beside the type as other servers take it.
-    place, inner = f"{field}.json_schema", value.get("json_schema")
-    if inner is None and value.get("schema") is not None:
-        place, inner = field, value
     if not isinstance(inner, dict):
         raise bad_request(f"{place} must be an object with a name and a schema.", place)
     strict = inner.get("strict")

@@ -32,6 +32,8 @@ def bound(server, path, fields):
          '{"city": "Oslo"}', '{"city": 5}'),
         ({"response_format": {"type": "json_schema", "schema": CITY}}, '{"city": "Oslo"}', "{}"),
         ({"response_format": {"type": "json_object", "schema": CITY}}, '{"city": "Oslo"}', "{}"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": CITY}}}, '{"city": "Oslo"}', "{}"),
+        ({"response_format": {"type": "json_object", "json_schema": None}}, "{}", "5"),
         ({"structured_outputs": {"json": CITY}}, '{"city": "Oslo"}', "{}"),
         ({"structured_outputs": {"json": json.dumps(CITY), "regex": None}}, '{"city": "Oslo"}', "{}"),
         ({"structured_outputs": {"json_object": True}}, "{}", "5"),
@@ -71,6 +73,8 @@ def test_every_spelling(server, path, fields, good, bad):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": CITY, "strict": "yes"}}},
          "response_format.json_schema.strict"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": NOT, "strict": True}}},
+         "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}},
          "response_format.json_schema.schema"),
         ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type"),
         ({"response_format": {"type": "grammar", "grammar": "x"}}, "response_format.type"),
@@ -124,6 +128,26 @@ def test_b066_a_schema_counts_more_than_any_object(server, weak, strong):
     alone, _ = bound(server, CHAT, weak)
     assert takes(both, '{"city": "Oslo"}') and not takes(both, "{}")
     assert takes(alone, "{}") and not takes(alone, "5")
+
+
+SCHEMA = {"name": "c", "description": "d", "schema": CITY, "strict": None}
+
+
+@pytest.mark.parametrize(
+    "wish, unknown",
+    [
+        ({"type": "json_schema", "json_schema": SCHEMA}, []),
+        ({"type": "json_schema", "schema": CITY, "name": "c", "strict": True}, []),
+        ({"type": "json_object", "regex": "a", "strict": None}, ["regex"]),
+        ({"type": "text", "json_schema": SCHEMA}, ["json_schema"]),
+        ({"type": "json_object", "json_schema": SCHEMA | {"examples": [1]}, "schema": CITY},
+         ["schema", "json_schema.examples"]),
+    ],
+)  # fmt: skip
+def test_b066_what_has_no_effect_in_a_response_format_is_reported(server, wish, unknown):
+    for answer in (server.chat(response_format=wish), server.complete(response_format=wish)):
+        warnings = answer.get("warnings", [])
+        assert [warning.split()[0] for warning in warnings] == [f"response_format.{key}" for key in unknown]
 
 
 def test_b058_the_answer_is_bound_after_the_reasoning(server):
