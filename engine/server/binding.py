@@ -139,15 +139,9 @@ class _Calls:
             _refuse("tools", error)
 
     def _functions(self) -> dict[int, BoundFunction]:
-        """By their place in `tools`; of two of one name the first counts."""
-        functions: dict[int, BoundFunction] = {}
-        names = set(self.rules.names)
-        for i, tool in enumerate(self.tools):
-            function = tool["function"]
-            if function["name"] in names:
-                names.remove(function["name"])
-                functions[i] = BoundFunction(function["name"], self._schema(function))
-        return functions
+        """Those that may be called, by their place in `tools`."""
+        given = enumerate(tool["function"] for tool in self.tools)
+        return {i: BoundFunction(f["name"], self._schema(f)) for i, f in given if f["name"] in self.rules.names}
 
     def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
         """What binds the arguments: the function's own schema if it is strict or must be called, else an object."""

@@ -30,10 +30,16 @@ def check_tools(tools: list[dict[str, Any]] | None, tool_choice: Any) -> list[di
     """
     if len(tools or ()) > MAX_TOOLS:
         raise bad_request(f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are taken.", "tools")
+    first: dict[str, int] = {}
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
-        if isinstance(function, dict):
-            _check_function(function, f"tools[{i}].function")
+        if not isinstance(function, dict):
+            continue
+        _check_function(function, f"tools[{i}].function")
+        name = function.get("name")
+        if isinstance(name, str) and first.setdefault(name, i) != i:
+            where = f"tools[{i}].function.name"
+            raise bad_request(f"{where} is {name!r}, as of tools[{first[name]}]; give each tool its own name.", where)
     if tool_choice is not None and tools == []:
         raise bad_request("tool_choice needs tools, but tools is empty.", "tool_choice")
     _read_choice(tool_choice, names_of(tools))

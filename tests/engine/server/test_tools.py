@@ -5,7 +5,6 @@ import time
 import pytest
 
 from engine.server.tool_grammar import BoundFunction, ToolMarkup, tool_grammar
-from engine.structured_outputs import StructuredOutputs
 from tests.engine.server.grammars import takes
 from tests.engine.server.harness import HI, emit, tokenizer
 
@@ -187,10 +186,10 @@ def test_200_tools_take_linear_time(server):
     assert takes(outputs, section(call("tool_7"), call("tool_199"))) and not takes(outputs, section(call("tool_200")))
 
 
-def test_the_first_of_two_functions_of_one_name_counts(server):
-    outputs, _ = bound(server, tools=[tool("f"), tool("f", {})], tool_choice="required", **OFF)
-    assert takes(outputs, section(call("f"))) and not takes(outputs, section(call("f", "{}")))
-    assert isinstance(outputs, StructuredOutputs)
+def test_two_functions_of_one_name_are_refused(server):
+    for path in (CHAT, f"{CHAT}/render", "/tokenize"):
+        error = server.refusal(path, {"messages": HI, "tools": [tool("f"), tool("g"), tool("f", {})]})
+        assert error["param"] == "tools[2].function.name" and "tools[0]" in error["message"]
 
 
 def emitted(server, text, **fields):
