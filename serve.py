@@ -110,7 +110,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     server.add_argument("--ssl-certfile", metavar="FILE", help="PEM certificate (chain): serve https")
     server.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if not in the same file")
-    server.add_argument("--max-body-mb", type=_megabytes, default=32, help="largest request body in MiB; more gets 413")
+    server.add_argument("--max-body-mb", type=_megabytes, default=8, help="largest request body in MiB; more gets 413")
     server.add_argument(
         "--sse-keep-alive",
         type=_seconds,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from engine.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams
 from engine.server import limits
-from engine.server.body import MAX_DEPTH
+from engine.server.body_values import MAX_DEPTH
 from engine.server.call_ids import new_id
 from engine.server.context import ServerContext
 from engine.server.errors import ApiError, bad_request
@@ -45,6 +45,8 @@ async def server_info(request: Request) -> Response:
         "limits": {
             "body_bytes": context.max_body_bytes,
             "nesting": MAX_DEPTH,
+            "values": limits.MAX_VALUES,
+            "tokenized_bytes": limits.MAX_TOKENIZED_BYTES,
             "messages": limits.MAX_MESSAGES,
             "content_parts": limits.MAX_PARTS,
             "tools": limits.MAX_TOOLS,

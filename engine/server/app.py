@@ -31,11 +31,11 @@ from engine.server.render import render_chat
 from engine.server.responses import errors
 from engine.version import __version__
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 SSE_KEEP_ALIVE = 10.0  # seconds
 SHOWN_TO_PAGES = ("x-request-id", "retry-after")
 GET_ERRORS = (401, 500, 503)
-POST_ERRORS = (400, 401, 404, 413, 415, 500, 503)
+POST_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503)
 ANSWER_ERRORS = (*POST_ERRORS, 429, 504)
 
 

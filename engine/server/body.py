@@ -7,37 +7,59 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from engine.server.body_values import MAX_DEPTH, NotFinite, check_values
 from engine.server.errors import ApiError, bad_request
-from engine.server.limits import check_limits
+from engine.server.limits import check_limits, check_num_values
 
-MAX_DEPTH = 64
-MAX_INTEGER = 2**64
 LARGE_BODY = 256 * 1024
-_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+PAUSE_SECONDS = 30.0  # between two chunks of a body
+START_SECONDS = 60.0  # a body has this long, and more for each byte that has come:
+SLOWEST_RATE = 10_000  # bytes a second
+MAX_DIGITS = 100  # of an integer; anything near is out of range
 _UNION_TAG = re.compile(r"^(str|int|float|bool|dict|list|none|constrained.*|function.*|.*\[.*)$")
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises 413 once it is known to pass `max_bytes`, however it is sent."""
+    """The whole body. Raises 413 once it is known to pass `max_bytes`, however it is sent, and 408 once it pauses for
+    more than PAUSE_SECONDS or takes more than `allowed_seconds`."""
     too_large = ApiError(413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > max_bytes:
         raise too_large
-    chunks, size = [], 0
-    async for chunk in request.stream():
+    chunks, size, clock = [], 0, asyncio.get_running_loop().time
+    started, stream = clock(), request.stream()
+    while True:
+        try:
+            async with asyncio.timeout_at(min(started + allowed_seconds(size), clock() + PAUSE_SECONDS)):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            raise _too_slow(size) from None
+        if chunk is None:
+            return b"".join(chunks)
         size += len(chunk)
         if size > max_bytes:
             raise too_large
         chunks.append(chunk)
-    return b"".join(chunks)
+
+
+def allowed_seconds(size: int) -> float:
+    """That a body may take once `size` bytes have come."""
+    return START_SECONDS + size / SLOWEST_RATE
+
+
+def _too_slow(size: int) -> ApiError:
+    """The connection is closed: the rest of the body may still come, and is no request."""
+    message = f"The request body stopped coming or came too slowly, after {size} bytes; send it again."
+    return ApiError(408, message, code="request_timeout", headers={"connection": "close"})
 
 
 def check_content_type(request: Request) -> None:
@@ -50,52 +72,32 @@ def check_content_type(request: Request) -> None:
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Raises 400 for anything else, NaN, infinities, deep nesting and lone surrogates."""
-
-    def refuse_constant(name: str) -> None:
-        raise bad_request(f"The body holds {name}, which is not JSON; numbers must be finite.")
-
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=refuse_constant)
+        value = _read_json(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise bad_request("The body is not UTF-8 text.") from None
     except RecursionError:
         raise bad_request(f"The body is nested more than {MAX_DEPTH} levels deep.") from None
     except json.JSONDecodeError as exc:
         raise bad_request(f"The body is not valid JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}.") from None
-    except ValueError:
-        raise bad_request("The body holds a number with too many digits.") from None
     if not isinstance(value, dict):
         raise bad_request("The body must be a JSON object.")
-    _check_values(value)
+    check_values(value)
     return value
 
 
-def _check_values(root: dict[str, Any]) -> None:
-    """One pass over every value; `param` of an error is the top-level field it lies in."""
-    todo = [(value, key, 1) for key, value in root.items()]
-    _check_text(" ".join(root), None)
-    while todo:
-        value, field, depth = todo.pop()
-        if isinstance(value, str):
-            _check_text(value, field)
-        elif isinstance(value, float | int):
-            if not -MAX_INTEGER < value < MAX_INTEGER:
-                raise bad_request(f"{field} holds a number that is out of range.", field)
-        elif isinstance(value, dict | list):
-            if depth >= MAX_DEPTH:
-                raise bad_request(f"{field} is nested more than {MAX_DEPTH} levels deep.", field)
-            if isinstance(value, dict):
-                _check_text(" ".join(value), field)
-                value = value.values()
-            elif value and set(map(type, value)) == {int}:  # a prompt of token ids, perhaps very long
-                value = min(value), max(value)
-            todo.extend((item, field, depth + 1) for item in value)
+def _read_json(text: str) -> Any:
+    """What is no sane number is kept as such: `check_values` tells its place."""
+    try:
+        return json.loads(text, parse_constant=NotFinite)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # more digits than Python reads
+        return json.loads(text, parse_constant=NotFinite, parse_int=_read_integer)
 
 
-def _check_text(text: str, field: str | None) -> None:
-    if _LONE_SURROGATE.search(text):
-        where = field or "A field name"
-        raise bad_request(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff); send whole characters.", field)
+def _read_integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < MAX_DIGITS else math.inf
 
 
 def validate(model: type[Model], payload: dict[str, Any]) -> Model:
@@ -130,6 +132,7 @@ async def read_model(request: Request, model: type[Model], max_bytes: int) -> Mo
 
 
 def _checked(model: type[Model], raw: bytes) -> Model:
+    check_num_values(raw)
     payload = parse_object(raw)
     check_limits(payload, len(raw))
     return validate(model, payload)

@@ -5,20 +5,26 @@ The size of the body, its nesting, `n`, stop strings and choices have limits whe
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from engine.server.errors import ApiError, bad_request
 from engine.server.transport import dumps
 
+MAX_VALUES = 2**19  # of a body: numbers, texts, lists, objects, ...
 MAX_MESSAGES = 16_384
 MAX_PARTS = 4_096  # content parts, or tool calls, of one message
 MAX_TOOLS = 1_024
 MAX_BIASES = 16_384  # entries of logit_bias
 MAX_SCHEMA_BYTES = 4 * 2**20  # of everything that is compiled or rendered as a schema, as JSON
+MAX_TOKENIZED_BYTES = 4 * 2**20  # of a prompt that is looked at and not answered, in UTF-8
 SCHEMA_FIELDS = (
     *("tools", "functions", "response_format", "structured_outputs", "structural_tag", "json_schema", "regex"),
     *("grammar", "ebnf", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
+
+# Also a text without end: every match goes on from the one before, however the quotes and backslashes lie.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def check_limits(payload: dict[str, Any], num_bytes: int) -> None:
@@ -36,6 +42,20 @@ def check_limits(payload: dict[str, Any], num_bytes: int) -> None:
         _check_count("logit_bias", payload["logit_bias"], MAX_BIASES)
     if num_bytes > MAX_SCHEMA_BYTES:
         _check_schemas(payload)
+
+
+def check_num_values(raw: bytes) -> None:
+    """Raises 400 for a body of more than MAX_VALUES values, before any of them costs memory.
+
+    Counts what stands before each value, a comma or a bracket; only where there are many are those in texts left out.
+    """
+    if _num_values(raw) > MAX_VALUES and (num_values := _num_values(_STRING.sub(b"", raw))) > MAX_VALUES:
+        message = f"The body holds about {num_values} values, more than the limit of {MAX_VALUES}; send fewer."
+        raise bad_request(message, code="limit_exceeded")
+
+
+def _num_values(raw: bytes) -> int:
+    return 1 + sum(raw.count(character) for character in (b",", b"[", b"{"))
 
 
 def _check_count(name: str, values: list | dict, most: int) -> None:

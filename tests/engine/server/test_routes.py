@@ -58,7 +58,7 @@ def test_what_the_server_says_of_itself(server):
         for name in ("tiny", "kimi"):
             assert http.get(f"/v1/models/{name}").json()["id"] == name
     assert info["served_model_names"] == [card["id"] for card in cards] == ["tiny", "kimi"]
-    assert info["engine"]["tp"] == 1 and info["limits"]["body_bytes"] == 32 * 2**20 and not info["has_draft"]
+    assert info["engine"]["tp"] == 1 and info["limits"]["body_bytes"] == 8 * 2**20 and not info["has_draft"]
     assert not any(isinstance(value, str) and "/" in value for value in info["engine"].values()), "no paths"
     assert tokenizer["eos_token"] == "[EOS]"
     assert tokenizer["model_max_length"] == info["max_model_len"] == cards[0]["max_model_len"]
