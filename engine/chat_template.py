@@ -107,15 +107,20 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         *,
         add_generation_prompt: bool = True,
+        check_text: Callable[[str], None] | None = None,
         **switches: Any,
     ) -> list[int]:
         """The prompt as ids: control tokens come from the template's own text alone, never from a caller's.
 
         Text between two control tokens is encoded in one piece, so the ids are those of the rendered text unless a
-        caller spells a control token. Raises InvalidRequestError as `render` does.
+        caller spells a control token. `check_text` sees the rendered text before the costly rest and may raise.
+
+        Raises InvalidRequestError as `render` does.
         """
         inputs = self._inputs(messages, tools, add_generation_prompt, switches)
         text = self._render(inputs, PlainMask())
+        if check_text is not None:
+            check_text(text)
         mask = SentinelMask()
         pieces = mask.split(self._render(inputs, mask))
         if pieces is None or "".join(pieces) != text:

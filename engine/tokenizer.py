@@ -81,7 +81,8 @@ class Tokenizer:
     """Byte-level BPE with `vocab_size` = ranks + 256 ids, the last 256 of them control tokens.
 
     `special_tokens` maps the text of each control token to its id. The attributes ending in `_id` are the ids that a
-    server needs; those of markers that a checkpoint does not have are None.
+    server needs; those of markers that a checkpoint does not have are None. `max_token_bytes` are those of the longest
+    token: a text of more than k times as many UTF-8 bytes has more than k tokens.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Tokenizer:
         self._hidden = frozenset(hidden_ids)
         names = sorted(special_tokens, key=special_tokens.get)
         self._bytes = [*ranks, *(name.encode() for name in names)]
+        self.max_token_bytes = max(map(len, self._bytes))
         self._special_pattern = re.compile(_alternation(names))
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=SPLIT_PATTERN, mergeable_ranks={b: i for i, b in enumerate(ranks)}, special_tokens={}

@@ -27,6 +27,7 @@ from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
 from engine.server.logprobs import chat_logprobs, prompt_logprobs_json
 from engine.server.output_parser import OutputParser
+from engine.server.prompt_limit import PromptLimit, context_limit, message_texts
 from engine.server.protocol import ChatCompletionRequest, ChatFields
 from engine.server.sampling import check_stream_options, fit_context, sampling_params
 from engine.server.thinking import template_switches
@@ -48,8 +49,11 @@ class ChatPrompt:
     tool_rules: ToolRules
 
 
-async def encode_chat(client: EngineClient, body: ChatFields, add_generation_prompt: bool = True) -> ChatPrompt:
-    """The prompt of a chat. Raises 400 for messages, tools or switches that cannot be rendered."""
+async def encode_chat(
+    client: EngineClient, body: ChatFields, limit: PromptLimit, add_generation_prompt: bool = True
+) -> ChatPrompt:
+    """The prompt of a chat. Raises 400 for messages, tools or switches that cannot be rendered, and for a text beyond
+    `limit`, of which only the messages' own is weighed before rendering: of the rest a template may leave out parts."""
     template = client.chat_template
     if template is None:
         raise bad_request("This checkpoint has no chat template; use /v1/completions.", "messages")
@@ -59,12 +63,14 @@ async def encode_chat(client: EngineClient, body: ChatFields, add_generation_pro
                 raise bad_request(f"messages[{i}].{key} is not supported.", f"messages[{i}].{key}")
     tools = check_tools(body.tools, body.tool_choice)
     switches = template_switches(body, template)
+    limit.check(message_texts(body.messages), "messages")
     token_ids = await asyncio.to_thread(
         template.encode,
         client.tokenizer,
         body.messages,
         tools,
         add_generation_prompt=add_generation_prompt,
+        check_text=lambda text: limit.check([text], "messages"),
         **switches,
     )
     return ChatPrompt(token_ids, switches.get("thinking"), tool_rules(body))
@@ -164,7 +170,7 @@ async def create_chat_completion(request: Request) -> Response:
     check_stream_options(body)
     client = context.client
     client.check_room()
-    prompt = await encode_chat(client, body)
+    prompt = await encode_chat(client, body, context_limit(client.max_model_len, client.tokenizer.max_token_bytes))
     num_prompt_tokens = len(prompt.token_ids)
     bound = await bind_chat(
         body, prompt.tool_rules, client.tokenizer, prompt.token_ids, client.check_structured_outputs

@@ -26,6 +26,7 @@ from engine.server.errors import bad_request
 from engine.server.fields import check_extra_fields
 from engine.server.generation import Envelope, Generation
 from engine.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs_json
+from engine.server.prompt_limit import context_limit
 from engine.server.protocol import CompletionRequest
 from engine.server.sampling import check_stream_options, fit_context, sampling_params
 from engine.server.transport import EventStream, finish_unless_disconnected
@@ -38,7 +39,8 @@ MAX_CHOICES = 1024
 
 
 async def encode_prompts(client: EngineClient, prompt: Any, n: int) -> list[list[int]]:
-    """The prompts of a request in token ids. Raises 400 for an empty one, and before any work for too many answers."""
+    """The prompts of a request in token ids. Raises 400 for an empty one, and before any work for too many answers and
+    for a text that can never fit the context."""
     many = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     prompts = prompt if many else [prompt]
     if len(prompts) * n > MAX_CHOICES:
@@ -49,6 +51,10 @@ async def encode_prompts(client: EngineClient, prompt: Any, n: int) -> list[list
             raise bad_request(f"{where} is empty; give at least one token.", where)
     if not prompts:
         raise bad_request("prompt is empty; give at least one.", "prompt")
+    limit = context_limit(client.max_model_len, client.tokenizer.max_token_bytes)
+    for item in prompts:
+        if isinstance(item, str):
+            limit.check([item], "prompt")
 
     def encode() -> list[list[int]]:
         encode_text = client.tokenizer.encode

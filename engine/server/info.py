@@ -15,6 +15,7 @@ from engine.server.chat import encode_chat
 from engine.server.context import ServerContext
 from engine.server.errors import ENGINE_DEAD_MESSAGE, ApiError, bad_request
 from engine.server.fields import check_extra_fields
+from engine.server.prompt_limit import TOKENIZE_LIMIT
 from engine.server.protocol import DetokenizeRequest, RequestModel, TokenizeRequest
 from engine.server.transport import json_response
 from engine.version import __version__
@@ -102,9 +103,10 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.prompt is not None:
+        TOKENIZE_LIMIT.check([body.prompt], "prompt")
         tokens = await asyncio.to_thread(client.tokenizer.encode, body.prompt, allow_special=True)
     else:
-        tokens = (await encode_chat(client, body, body.add_generation_prompt is not False)).token_ids
+        tokens = (await encode_chat(client, body, TOKENIZE_LIMIT, body.add_generation_prompt is not False)).token_ids
     return _with_warnings({"tokens": tokens, "count": len(tokens), "max_model_len": client.max_model_len}, body)
 
 

@@ -12,6 +12,7 @@ from engine.server.call_ids import name_answer
 from engine.server.chat import chat_params, encode_chat
 from engine.server.context import ServerContext
 from engine.server.fields import check_extra_fields
+from engine.server.prompt_limit import TOKENIZE_LIMIT
 from engine.server.protocol import ChatCompletionRequest
 from engine.server.sampling import check_stream_options
 from engine.server.transport import json_response
@@ -20,14 +21,15 @@ from engine.server.transport import json_response
 async def render_chat(request: Request) -> Response:
     """Takes a request of /v1/chat/completions and returns its prompt, as text and as token ids, and generates nothing.
 
-    What is wrong with the request is refused as there, but for a prompt that is longer than the context."""
+    What is wrong with the request is refused as there, but a prompt may be longer than the context: up to
+    MAX_TOKENIZED_BYTES."""
     context = ServerContext.of(request)
     body = await context.read(request, ChatCompletionRequest)
     model = context.resolve_model(body.model)
     warnings = check_extra_fields(body, name_answer(request, "render", body.request_id).own)
     check_stream_options(body)
     client = context.client
-    prompt = await encode_chat(client, body)
+    prompt = await encode_chat(client, body, TOKENIZE_LIMIT)
     token_ids = prompt.token_ids
     bound = await bind_chat(body, prompt.tool_rules, client.tokenizer, token_ids, client.check_structured_outputs)
     warnings += bound.warnings

@@ -277,3 +277,9 @@ def test_a_synthetic_tokenizer_gives_text_back(vocab_size):
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(ConfigError, match="512"):
         Tokenizer.synthetic(511)
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer.synthetic(512), Tokenizer.synthetic(3000)])
+def test_no_token_is_longer_than_the_longest(tokenizer):
+    lengths = [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
+    assert tokenizer.max_token_bytes == max(lengths) == len("<|tool_call_argument_begin|>")
