@@ -15,6 +15,7 @@ from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
 from engine.server.completions import create_completion
 from engine.server.context import ServerContext
+from engine.server.docs_page import docs_router
 from engine.server.drain import Drain, DrainMiddleware
 from engine.server.errors import install_error_handlers
 from engine.server.middleware import ApiKeyMiddleware, HeadMiddleware, RequestMiddleware
@@ -132,11 +133,14 @@ def create_app(
         description="OpenAI-compatible inference.",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     drain = app.state.drain = Drain(client)
     app.state.context = ServerContext(client, tuple(served_model_names), max_body_bytes, drain, sse_keep_alive)
     app.include_router(_router())
     app.include_router(page_router())
+    app.include_router(docs_router())
     install_error_handlers(app)
     shown = [*dict.fromkeys(body for _, _, body, _ in POSTS), *STREAMED.values()]
     install_openapi(app, shown, needs_key=bool(api_keys))
