@@ -8,7 +8,10 @@ import pytest
 
 from engine.acceptance import GuessOutcome
 from engine.draft_choice import CHOICE_CODES
+from engine.server.app import MAX_BODY_BYTES
+from engine.server.body import PAUSE_SECONDS, SLOWEST_RATE, START_SECONDS
 from engine.server.fields import GRANTED, SILENT
+from engine.server.limits import MAX_MESSAGES, MAX_TOKENIZED_BYTES, MAX_TOOLS, MAX_VALUES
 from engine.server.metrics import PREFIX, EngineCollector, _speculation
 from engine.server.output_parser import PARSE_ERRORS
 from engine.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
@@ -73,11 +76,31 @@ def rows(page: str, head: str) -> list[list[str]]:
 
 
 def test_the_settings_of_a_loaded_server_are_those_of_the_server():
-    table = {flag.strip("`"): default for flag, default, _ in rows(SERVING, "| flag |")}
-    assert set(table) == {"--max-queued-requests", "--queue-timeout", "--request-timeout", "--drain-timeout"}
+    settings = re.search(r"^## Settings$(.*?)^## ", SERVING, re.MULTILINE | re.DOTALL)[1]
+    flags = re.findall(r"^\| `(--[\w-]+)` \| ([^|]*) \|", settings, re.MULTILINE)
+    assert len(flags) == len(re.findall(r"^\| `", settings, re.MULTILINE)), "no row is left out"
+    table = dict(flags)
+    assert set(table) == {
+        *("--max-queued-requests", "--queue-timeout", "--request-timeout", "--drain-timeout"),
+        *("--max-step-ms", "--enable-prefix-caching", "--kv-offload-gb"),
+    }
     arguments = vars(parse_arguments([]))
     for flag, default in table.items():
-        assert str(arguments[flag.strip("-").replace("-", "_")]).removesuffix(".0").lower() == default
+        value = arguments[flag.strip("-").replace("-", "_")]
+        expected = "on" if value is True else str(value).removesuffix(".0").lower()
+        assert default.split(", ")[-1].removesuffix(" on a CPU") == expected, flag
+
+
+def test_the_limits_of_a_request_are_those_of_the_server():
+    table = {what: (limit, refusal) for what, limit, refusal in rows(SERVING, "| what |")}
+    assert table["body"][0] == f"`--max-body-mb`, {vars(parse_arguments([]))['max_body_mb']} MiB"
+    assert MAX_BODY_BYTES == 8 * 2**20
+    for what, limit in (("values", MAX_VALUES), ("messages", MAX_MESSAGES), ("tools", MAX_TOOLS)):
+        assert next(cell[0] for name, cell in table.items() if name.startswith(what)).startswith(f"{limit:,}")
+    pause, start, rate = re.findall(r"\d[\d,]*", table["time that a body takes"][0])
+    assert (float(pause), float(start)) == (PAUSE_SECONDS, START_SECONDS)
+    assert int(rate.replace(",", "")) == SLOWEST_RATE
+    assert f"{MAX_TOKENIZED_BYTES // 2**20} MiB" in SERVING.split("`/tokenize`")[1]
 
 
 def test_the_metrics_of_a_loaded_server_are_there():

@@ -181,7 +181,7 @@ class SamplingFields(RequestModel):
     priority: int | None = documented(minimum=-(2**31), maximum=2**31 - 1)
     cache_salt: str | None = documented(minLength=1, maxLength=MAX_SALT_LENGTH)
     request_id: str | None = documented(pattern=f"^{REQUEST_ID}$")
-    user: str | None = None
+    user: Any = None  # a note to the provider, of no effect
     response_format: dict[str, Any] | None = documented(properties={"type": {"enum": list(FORMATS)}}, required=["type"])
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None

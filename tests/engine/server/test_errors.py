@@ -101,7 +101,7 @@ def test_priority_and_salt_reach_the_engine(server):
 
 def test_values_that_ask_for_nothing_pass(server):
     nothing = {"tools": [], "tool_choice": None, "response_format": {"type": "text"}, "best_of": 1, "regex": None}
-    for fields in (nothing, {"functions": []}, {"tool_choice": "none"}):
+    for fields in (nothing, {"functions": []}, {"tool_choice": "none"}, {"user": 5}):
         assert server.chat(**fields)["choices"][0]["finish_reason"], fields
 
 
@@ -262,6 +262,9 @@ def test_the_openapi_page_tells_the_truth(server):
     with server.http() as http:
         page = http.get("/openapi.json").json()
         assert http.get("/docs").status_code == 200
+        html = http.get("/docs").text
+    assert all(f"<code>{path}</code>" in html for path in page["paths"]) and "openapi.json" in html
+    assert "://" not in html and "<script" not in html, "nothing from other hosts"
     text = json.dumps(page)
     for reference in set(part.split('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]):
         assert reference in page["components"]["schemas"]
