@@ -240,13 +240,20 @@ def test_b073_a_seed_gives_one_text_alone_and_under_load(guessing):
 
 
 def test_b083_greedy_answers_do_not_vary(guessing):
-    def ask(_=0):
-        answer = guessing.chat(messages=COUNTING, temperature=0, max_tokens=12, return_token_ids=True)
+    """Ten times alone, then among others that ask something else."""
+    other = [[{"role": "user", "content": f"Tell me {'more ' * i}about the number {i}."}] for i in range(8)]
+
+    def ask(messages):
+        answer = guessing.chat(messages=messages, temperature=0, max_tokens=12, return_token_ids=True)
         return tuple(answer["choices"][0]["token_ids"])
 
-    alone = {ask() for _ in range(3)}
-    with ThreadPoolExecutor(5) as pool:
-        assert set(pool.map(ask, range(5))) == alone and len(alone) == 1
+    alone = {ask(COUNTING) for _ in range(10)}
+    assert len(alone) == 1
+    others = [ask(messages) for messages in other]
+    with ThreadPoolExecutor(6) as pool:
+        company = [pool.submit(ask, messages) for pair in zip(other, [COUNTING] * 8, strict=True) for messages in pair]
+        answers = [future.result() for future in company]
+    assert set(answers[1::2]) == alone and answers[::2] == others
 
 
 def test_b074_b077_many_biased_tokens_work_and_unknown_ones_are_refused(guessing):
