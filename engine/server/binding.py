@@ -7,12 +7,12 @@ them strict, several calls at once allowed, no constraint on the answer) is not 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from engine.server.errors import bad_request
+from engine.server.grammar_desk import GrammarDesk
 from engine.server.grammar_text import GrammarError, check, outputs_of, rule_of, schema_with_options
 from engine.server.json_schemas import bare, closed
 from engine.server.protocol import ChatCompletionRequest, SamplingFields
@@ -40,10 +40,10 @@ class Binding:
 Compile = Callable[[StructuredOutputs], None]
 
 
-async def bind_completion(body: SamplingFields, compile_outputs: Compile) -> Binding:
-    """`compile_outputs` is the engine's, for any thread. Raises 400 naming the field at fault."""
+async def bind_completion(body: SamplingFields, desk: GrammarDesk) -> Binding:
+    """Raises 400 naming the field at fault, 429 if too many wait at the desk."""
     constraint = asked_constraint(body)
-    return Binding() if constraint is None else await asyncio.to_thread(_bind_text, constraint, compile_outputs)
+    return Binding() if constraint is None else await desk.run(_bind_text, constraint, desk.compile_outputs)
 
 
 async def bind_chat(
@@ -51,9 +51,9 @@ async def bind_chat(
     rules: ToolRules,
     tokenizer: Tokenizer,
     prompt_token_ids: list[int],
-    compile_outputs: Compile,
+    desk: GrammarDesk,
 ) -> Binding:
-    """`prompt_token_ids` tell whether the answer begins inside the reasoning. Raises 400 naming the field at fault."""
+    """`prompt_token_ids` tell whether the answer begins inside the reasoning. Raises as `bind_completion` does."""
     constraint = asked_constraint(body)
     is_watched = _watches(body.tools, rules, constraint)
     if constraint is None and not is_watched:
@@ -61,13 +61,13 @@ async def bind_chat(
     reasons = tokenizer.think_begin_id is not None and prompt_token_ids[-1:] == [tokenizer.think_begin_id]
     begins_after = (tokenizer.think_end_id,) if reasons else ()
     if not is_watched:
-        bound = await asyncio.to_thread(_bind_text, constraint, compile_outputs)
+        bound = await desk.run(_bind_text, constraint, desk.compile_outputs)
         return replace(bound, outputs=replace(bound.outputs, begins_after=begins_after))
     markup = ToolMarkup.of(tokenizer)
     if markup is None:
         raise bad_request("This checkpoint has no markup for tool calls, so they cannot be bound.", "tools")
-    calls = _Calls(body.tools, rules, markup, compile_outputs)
-    bound = await asyncio.to_thread(calls.bind, constraint)
+    calls = _Calls(body.tools, rules, markup, desk.compile_outputs)
+    bound = await desk.run(calls.bind, constraint)
     if constraint is None and rules.choice == "auto":
         return replace(bound, outputs=replace(bound.outputs, begins_at=markup.openers))
     begins_at = markup.openers if reasons else ()

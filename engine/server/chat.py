@@ -33,7 +33,7 @@ from engine.server.sampling import check_stream_options, fit_context, sampling_p
 from engine.server.thinking import template_switches
 from engine.server.tool_rules import ToolRules
 from engine.server.tools import check_tools, tool_rules
-from engine.server.transport import EventStream, finish_unless_disconnected
+from engine.server.transport import EventStream, finish_unless_disconnected, unless_disconnected
 from engine.server.usage import UsageCounter
 from engine.structured_outputs import StructuredOutputs
 
@@ -172,9 +172,8 @@ async def create_chat_completion(request: Request) -> Response:
     client.check_room()
     prompt = await encode_chat(client, body, context_limit(client.max_model_len, client.tokenizer.max_token_bytes))
     num_prompt_tokens = len(prompt.token_ids)
-    bound = await bind_chat(
-        body, prompt.tool_rules, client.tokenizer, prompt.token_ids, client.check_structured_outputs
-    )
+    binding = bind_chat(body, prompt.tool_rules, client.tokenizer, prompt.token_ids, client.grammar_desk)
+    bound = await unless_disconnected(request, binding)
     warnings += bound.warnings
     params = chat_params(body, client, num_prompt_tokens, bound.outputs)
     generation = await Generation.start(client, request_id, [(prompt.token_ids, params)], names)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.request import CompletionDelta
 from engine.sampling_params import SamplingParams
+from engine.server.grammar_desk import GrammarDesk
 from engine.server.output_parser import PARSE_ERRORS
 from engine.server.queue_limit import WaitingLine
 from engine.server.streams import Question, RequestStream, push_batch
-from engine.structured_outputs import StructuredOutputs
 from engine.version import __version__
 
 logger = logging.getLogger("turnout.server")
@@ -67,7 +67,7 @@ class EngineClient:
         self.generation_defaults: dict[str, Any] = dict(core.generation_defaults)
         build = f"{__version__} {core.config!r}".encode()
         self.system_fingerprint = f"fp_{hashlib.sha256(build).hexdigest()[:12]}"
-        self.check_structured_outputs: Callable[[StructuredOutputs], None] = core.check_structured_outputs
+        self.grammar_desk = GrammarDesk(core.check_structured_outputs)
         self._core = core
         self._on_error = on_error
         self._inbox: deque[Callable[[], None]] = deque()
@@ -213,6 +213,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Blocks until the core has shut down, which a failed one may never do; may be repeated."""
+        self.grammar_desk.close()
         with self._work:
             self._closing = True
             self._work.notify()

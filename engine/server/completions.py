@@ -29,7 +29,7 @@ from engine.server.logprobs import TextOffsets, completion_logprobs, prompt_logp
 from engine.server.prompt_limit import context_limit
 from engine.server.protocol import CompletionRequest
 from engine.server.sampling import check_stream_options, fit_context, sampling_params
-from engine.server.transport import EventStream, finish_unless_disconnected
+from engine.server.transport import EventStream, finish_unless_disconnected, unless_disconnected
 from engine.server.usage import UsageCounter
 from engine.structured_outputs import StructuredOutputs
 
@@ -207,7 +207,7 @@ async def create_completion(request: Request) -> Response:
     check_stream_options(body)
     client = context.client
     client.check_room()
-    bound = await bind_completion(body, client.check_structured_outputs)
+    bound = await unless_disconnected(request, bind_completion(body, client.grammar_desk))
     warnings += bound.warnings
     params = completion_params(body, client, bound.outputs)
     prompts = await encode_prompts(client, body.prompt, params.n)

@@ -1,6 +1,7 @@
 """Grammar text: a constraint as the engine takes it, or as a rule of llguidance's Lark dialect.
 
-What works on a whole grammar may take long for a large one and belongs in a thread.
+What works on a whole grammar may take long for a large one and belongs in a thread. llguidance is imported by the first
+grammar that needs it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
-
-from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequestError
 from engine.grammar.compiler import WHITESPACE
@@ -39,6 +37,8 @@ def lark_of(text: str) -> str:
     for what, size, most in (("characters", len(text), MAX_GBNF), ("rules", text.count("::="), MAX_GBNF_RULES)):
         if size > most:
             raise GrammarError(f"it has {size} {what}, more than the {most} allowed in GBNF; Lark may have more")
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter has no class of its own for most of its refusals
@@ -74,6 +74,8 @@ def rule_of(constraint: Constraint, is_lenient: bool = False) -> str:
     if constraint.kind == "choice":
         return " | ".join(json.dumps(text) for text in constraint.value)
     if constraint.kind == "regex":
+        from llguidance import regex_to_lark
+
         return f"/{regex_to_lark(constraint.value, '')}/"
     raise GrammarError('it cannot be combined with tools that may be called; set tool_choice to "none" or leave it out')
 

@@ -15,7 +15,7 @@ from engine.server.fields import check_extra_fields
 from engine.server.prompt_limit import TOKENIZE_LIMIT
 from engine.server.protocol import ChatCompletionRequest
 from engine.server.sampling import check_stream_options
-from engine.server.transport import json_response
+from engine.server.transport import json_response, unless_disconnected
 
 
 async def render_chat(request: Request) -> Response:
@@ -31,7 +31,8 @@ async def render_chat(request: Request) -> Response:
     client = context.client
     prompt = await encode_chat(client, body, TOKENIZE_LIMIT)
     token_ids = prompt.token_ids
-    bound = await bind_chat(body, prompt.tool_rules, client.tokenizer, token_ids, client.check_structured_outputs)
+    binding = bind_chat(body, prompt.tool_rules, client.tokenizer, token_ids, client.grammar_desk)
+    bound = await unless_disconnected(request, binding)
     warnings += bound.warnings
     chat_params(body, client, prompt_len=0, outputs=bound.outputs)
     text = await asyncio.to_thread(client.tokenizer.decode, token_ids, skip_special_tokens=False)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -51,6 +52,14 @@ def dumps(value: Any) -> bytes:
 
 def json_response(value: Any) -> Response:
     return Response(dumps(value), media_type="application/json")
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` returns, which is cancelled if the client hangs up; raises starlette's ClientDisconnect then."""
+    try:
+        return await _race(work, request.receive)
+    except ClientDisconnectedError:
+        raise ClientDisconnect from None
 
 
 async def finish_unless_disconnected(request: Request, work: Coroutine[Any, Any, Any], close: Callable[[], None]):

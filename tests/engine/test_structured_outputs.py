@@ -387,7 +387,7 @@ def test_a_prompt_that_opens_the_reasoning_binds_what_comes_after_it():
 
 
 def test_the_library_is_loaded_by_the_first_answer_that_needs_it():
-    code = "import sys, engine.grammar; sys.exit('llguidance' in sys.modules)"
+    code = "import sys, engine.grammar, engine.server.app; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
     assert Grammars.__module__ == "engine.grammar.grammars"
 

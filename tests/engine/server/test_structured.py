@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from engine.server.binding import bind_completion
+from engine.server.grammar_desk import GrammarDesk
 from engine.server.protocol import CompletionRequest
 from tests.engine.server.grammars import takes
 from tests.engine.server.harness import HI, tokenizer
@@ -181,5 +182,5 @@ def test_what_is_not_enforced_is_told(server):
 def test_grammars_are_compiled_beside_the_event_loop():
     threads = []
     body = CompletionRequest(prompt="a", guided_json=CITY)
-    asyncio.run(bind_completion(body, lambda outputs: threads.append(threading.get_ident())))
+    asyncio.run(bind_completion(body, GrammarDesk(lambda outputs: threads.append(threading.get_ident()))))
     assert len(threads) == 1 and threads[0] != threading.get_ident()
