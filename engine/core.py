@@ -99,8 +99,8 @@ class EngineCore:
     def check_structured_outputs(self, structured: StructuredOutputs) -> None:
         """Raises InvalidRequestError for one that no answer can match, or that is too large or hard to compile.
 
-        Any thread may call it. It takes up to a second the first time; a caller that must not wait in `validate` or
-        `add_request` calls it before them.
+        Any thread may call it. It takes up to a quarter of a second the first time; a caller that must not wait in
+        `validate` or `add_request` calls it before them.
         """
         self.replica.runner.grammars.check(structured)
 

@@ -14,7 +14,7 @@ from typing import Any
 from engine.server.errors import ApiError
 from engine.structured_outputs import StructuredOutputs
 
-# At once, from as many chats whose tools need a grammar: a known one takes some milliseconds, a hard one a fifth of a
+# At once, from as many chats whose tools need a grammar: a known one takes some milliseconds, a hard one a quarter of a
 # second, and they go one after the other.
 MAX_WAITING = 256
 

@@ -15,6 +15,19 @@ def wide(keys: int) -> dict:
     return {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(keys)}}
 
 
+def typed(keys: int, **keywords) -> dict:
+    return {"type": "object", "properties": {f"k{i}": keywords for i in range(keys)}}
+
+
+def keyed(patterns: int) -> dict:
+    return {"type": "object", "patternProperties": {f"^k{i}": {} for i in range(patterns)}}
+
+
+def blocks(count: int) -> str:
+    """Each within bounds."""
+    return "start: a\n" + "".join(f"a{i}: %json {json.dumps(wide(1000))}\n" for i in range(count))
+
+
 def nested(levels: int) -> str:
     return '{"items":' * levels + "{}" + "}" * levels
 
@@ -48,6 +61,38 @@ def patterned(count: int) -> str:
         (bounds.check_json, "{}", "[" * 200_000, "deeper than 100"),
         (bounds.check_json, "{}", "{'a': 1}", "no JSON"),
         (bounds.check_json, "{}", f'{{"title": "{"x" * bounds.MAX_TEXT}"}}', "characters"),
+        (
+            bounds.check_json,
+            json.dumps(typed(460, format="uri")),
+            json.dumps(typed(500, format="uri")),
+            "units of size",
+        ),
+        (
+            bounds.check_json,
+            json.dumps(typed(460, minimum=3)),
+            json.dumps(typed(900, pattern="^[a-z]{1,20}$")),
+            "units",
+        ),
+        (bounds.check_json, '{"multipleOf": 9999}', '{"multipleOf": 99991}', "units of size"),
+        (bounds.check_json, '{"multipleOf": 0.01}', '{"multipleOf": NaN}', "units of size"),
+        (bounds.check_json, json.dumps(keyed(150)), json.dumps(keyed(190)), "units of size"),
+        (bounds.check_json, json.dumps([wide(100)] * 30), json.dumps([wide(100)] * 40), "units of size"),
+        (
+            bounds.check_json,
+            json.dumps(typed(400, pattern="a*b?c+")),
+            json.dumps(typed(400, pattern="a*" * 6)),
+            "repet",
+        ),
+        (bounds.check_regex, "a?" * 2000, "a?" * 2001, "2001 repetitions"),
+        (bounds.check_regex, r"\?\+" * 2001 + "a{1000000}", "(a*b{2})" * 1001, "2002 repetitions"),
+        (
+            bounds.check_lark,
+            'start: X\nX: "a?+*"?' + ' "a"+' * 1999,
+            'start: X\nX: "a"?' + ' "a"+' * 2000,
+            "repetitions",
+        ),
+        (bounds.check_lark, "start: /a*/ // " + "?" * 3000, "start: /" + "a*" * 2001 + "/", "2001 repetitions"),
+        (bounds.check_lark, blocks(1), blocks(2), "units of size"),
         (bounds.check_lark, chain(197), chain(200), "rules that refer"),
         (bounds.check_lark, 'start: "a"' + ' | "a"' * 4000, 'start: "a"' + ' | "a"' * 4001, "alternatives"),
         (bounds.check_lark, "start: " + "\n" * 3000, "start: " + "\n" * 4001, "lines"),
