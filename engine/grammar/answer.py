@@ -100,14 +100,12 @@ class Answer:
     def _renew(self) -> bool:
         """Puts another matcher in the place of one that met a limit, perhaps by what others have made of the lexer that
         they share; False if it cannot come as far, or if the step has done enough of this."""
+        reason = error_of(self._matcher)
         matcher = self._compiler.renew(self._structured, self._taken)
         if matcher is None:
-            self.failure = "its grammar met a limit of the compiler in too many answers at once"
+            self.failure = reason or "its grammar met a limit of the compiler"
             return False
         self._matcher = matcher
-        if matcher.is_error():
-            self.failure = error_of(matcher)
-            return False
         return True
 
     def _begin(self) -> bool:

@@ -21,7 +21,7 @@ from engine.tokenizer import Tokenizer, check_encodable
 MAX_RENEWED = 2  # grammars a step, each some 0.1 s
 MAX_REPLAYED = 65_536  # tokens a step, at some 3 us
 REPLAYED_AT_ONCE = 32  # tokens, since llguidance's limits are for a call
-MAX_COMPILED = 128
+MAX_COMPILED = 64  # of a lexer each, which may grow to some 25 MB
 # llguidance descends into rules that refer to rules, up to 8 KiB each; addresses alone, memory only as it is used.
 STACK_BYTES = 512 * 2**20
 # Its own bounds, which are counts and no times: symbols, and steps that building the lexer takes, 50 ms of them (the
@@ -32,11 +32,12 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "initial_lexer_fuel": 200_000,
     "max_items_in_row": 5 * bounds.MAX_KEYS,
+    "max_lexer_states": 60_000,
     "verbose_errors": False,
 }
 # Between two JSON tokens: what printers write. With no bound a model that likes spaces or empty lines may write nothing
 # else until its budget ends.
-WHITESPACE = r" {1,4}|\r?\n( {0,64}|\t{0,16})"
+WHITESPACE = r" {1,4}|\r?\n( {0,32}|\t{0,16})"
 _MAX_REASON = 300
 
 
@@ -99,9 +100,11 @@ class GrammarCompiler:
         self._num_replayed = 0
 
     def renew(self, structured: StructuredOutputs, token_ids: Sequence[int]) -> Any:
-        """A matcher that has taken token_ids, with a lexer that is new in this step; None if the step has renewed as
-        much as it may. The answers of one grammar share the new lexer, as they shared the old one: what met its limit
-        for one meets it for all, and a compilation for each would hold up everyone."""
+        """A matcher that has taken token_ids, with a lexer that is new in this step; None if it cannot take them, or
+        the step has renewed as much as it may.
+
+        The answers of one grammar share the new lexer, as they shared the old one: what met its limit for one meets it
+        for all, and a compilation for each would hold up everyone."""
         key = (structured.kind, _text(structured))
         self._num_replayed += len(token_ids)
         is_new = key not in self._renewed
@@ -112,7 +115,9 @@ class GrammarCompiler:
             self._renewed[key] = self.submit(structured).result()
         matcher = self._renewed[key].deep_copy()
         for start in range(0, len(token_ids), REPLAYED_AT_ONCE):
-            matcher.try_consume_tokens(token_ids[start : start + REPLAYED_AT_ONCE])
+            part = token_ids[start : start + REPLAYED_AT_ONCE]
+            if matcher.try_consume_tokens(part) != len(part):
+                return None
         return matcher
 
     def _compile(self, kind: str, text: str) -> Any:
