@@ -233,6 +233,7 @@ class TokenizeRequest(ChatFields):
     # Beside a prompt these mean nothing, whatever they hold.
     tools: Objects | None = None
     thinking: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     # vLLM's name, which evaluation tools send. Kimi's tokenizer adds none by itself, so both values mean the same.
     add_special_tokens: bool | None = None
