@@ -31,11 +31,11 @@ NULL = {"type": "null"}
 TOOL_CALL = {
     "type": "object",
     "properties": {
-        "id": TEXT,
+        "id": TEXT_OR_EMPTY,
         "type": {"const": "function"},
         "function": {
             "type": "object",
-            "properties": {"name": TEXT, "arguments": {"type": ["string", "object", "null"]}},
+            "properties": {"name": TEXT_OR_EMPTY, "arguments": {"type": ["string", "object", "null"]}},
             "required": ["name"],
         },
     },
