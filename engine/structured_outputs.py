@@ -12,6 +12,14 @@ from engine.errors import InvalidRequestError
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
+def end_of_reasoning(
+    prompt_token_ids: Sequence[int], think_begin_id: int | None, think_end_id: int | None
+) -> tuple[int, ...]:
+    """The token that ends the reasoning in which a prompt leaves its answer; empty where it leaves it in none."""
+    opens = None not in (think_begin_id, think_end_id) and tuple(prompt_token_ids[-1:]) == (think_begin_id,)
+    return (think_end_id,) if opens else ()
+
+
 @dataclass(frozen=True)
 class StructuredOutputs:
     """Exactly one of the five kinds; names are vLLM's.
@@ -60,10 +68,9 @@ class StructuredOutputs:
     ) -> StructuredOutputs:
         """The same for an answer to this prompt: where the prompt leaves it inside the reasoning, it is bound from the
         reasoning's end on. What says itself where it begins stays as it is."""
-        if self.begins_after or self.begins_at or None in (think_begin_id, think_end_id):
+        if self.begins_after or self.begins_at:
             return self
-        opens = tuple(prompt_token_ids[-1:]) == (think_begin_id,)
-        return replace(self, begins_after=(think_end_id,)) if opens else self
+        return replace(self, begins_after=end_of_reasoning(prompt_token_ids, think_begin_id, think_end_id))
 
     @property
     def kind(self) -> str:

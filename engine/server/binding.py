@@ -20,7 +20,7 @@ from engine.server.structured import Constraint, asked_constraint
 from engine.server.tool_grammar import BoundFunction, ToolMarkup, tool_grammar
 from engine.server.tool_rules import ToolRules
 from engine.server.tools import names_of
-from engine.structured_outputs import StructuredOutputs
+from engine.structured_outputs import StructuredOutputs, end_of_reasoning
 from engine.tokenizer import Tokenizer
 
 ANY_OBJECT = schema_with_options({"type": "object"})
@@ -58,8 +58,7 @@ async def bind_chat(
     is_watched = _watches(body.tools, rules, constraint)
     if constraint is None and not is_watched:
         return Binding()
-    reasons = tokenizer.think_begin_id is not None and prompt_token_ids[-1:] == [tokenizer.think_begin_id]
-    begins_after = (tokenizer.think_end_id,) if reasons else ()
+    begins_after = end_of_reasoning(prompt_token_ids, tokenizer.think_begin_id, tokenizer.think_end_id)
     if not is_watched:
         bound = await desk.run(_bind_text, constraint, desk.compile_outputs)
         return replace(bound, outputs=replace(bound.outputs, begins_after=begins_after))
@@ -70,7 +69,7 @@ async def bind_chat(
     bound = await desk.run(calls.bind, constraint)
     if constraint is None and rules.choice == "auto":
         return replace(bound, outputs=replace(bound.outputs, begins_at=markup.openers))
-    begins_at = markup.openers if reasons else ()
+    begins_at = markup.openers if begins_after else ()
     return replace(bound, outputs=replace(bound.outputs, begins_after=begins_after, begins_at=begins_at))
 
 

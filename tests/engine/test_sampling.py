@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.random import gumbel
 from engine.request import Request
-from engine.sampling import LogitShaper, SamplingRows, draw, gather_logprobs, greedy
+from engine.sampling import LogitShaper, SamplingRows, draw, forbid, gather_logprobs, greedy
 from engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -246,3 +246,16 @@ def test_ties_share_the_better_rank_and_the_top_has_no_token_twice():
     assert got.ranks == [1] and sorted(got.top_ids[0]) == [0, 1, 2, 3, 4] and set(got.top_ids[0][:3]) == {1, 2, 3}
     assert got.top_logprobs[0] == sorted(got.top_logprobs[0], reverse=True)
     assert gather_logprobs(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([0]), 0).ranks == [3]
+
+
+def test_masks_reach_the_rows_they_are_of():
+    logits_MV = torch.randn(70, 100)
+    expected = logits_MV.clone()
+    rows_R = torch.arange(0, 70, 2)
+    masks_RB = torch.randint(-(2**31), 2**31, (35, 5), dtype=torch.int32)
+    for row, words in zip(rows_R.tolist(), masks_RB.tolist(), strict=True):
+        for token in range(100):
+            if not words[token // 32] >> token % 32 & 1:
+                expected[row, token] = float("-inf")
+    forbid(logits_MV, rows_R, masks_RB)
+    assert torch.equal(logits_MV, expected)
