@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def verify_checksums(config: EngineConfig, files: ModelFiles, place: int = 0, pl
 
 
 def gpu_bytes() -> int:
-    """Memory of the GPU that this process would use first, all of it."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    """Memory of the GPU that this process will use, all of it: torchrun says which; rank 0 that starts others has the
+    first."""
+    return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
 
 
 def _check_dispatcher(config: EngineConfig, files: ModelFiles) -> None:

@@ -21,15 +21,15 @@ TYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-SMALL_BYTES = 1024  # so little stays on the host, where it can be looked at without waiting for a device
 
 
 class Wish(NamedTuple):
-    """A tensor and the slice of each of its dimensions that is wanted."""
+    """A tensor and the slice of each of its dimensions that is wanted; on_host: not on the device."""
 
     name: str
     header: TensorHeader
     part: tuple[slice, ...]
+    on_host: bool = False
 
     @property
     def rows(self) -> range:
@@ -64,7 +64,7 @@ def plan(wishes: list[Wish], span_bytes: int = SPAN_BYTES) -> list[Span]:
 
 
 def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch.Tensor]]:
-    """Each wish once, with the wanted part: on the device, or on the host where it is small.
+    """Each wish once, with the wanted part: on the device, or on the host where it is wanted there.
 
     What lies on the host is valid until the next is asked for. Raises OSError as files do.
     """
@@ -75,7 +75,7 @@ def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch
     reader = ExtentReader(plan(wishes), pinned=on_gpu)
     for extent, bytes_B in reader:
         wish = names[extent].popleft()
-        if not on_gpu or extent.size <= SMALL_BYTES:
+        if not on_gpu or wish.on_host:
             yield wish, wish.view(bytes_B)
             continue
         on_device_B = bytes_B.to(device, non_blocking=True)

@@ -28,12 +28,14 @@ class TensorSpec(NamedTuple):
 
     part: this rank's slice along each dimension, None where the rank needs nothing of it (it is still checked).
     store: takes the slice that was read; raises ValueError where the values themselves make no sense.
+    on_host: a table that `store` looks at itself, which on a device would mean to wait for it.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     part: tuple[slice, ...] | None
     store: Callable[[torch.Tensor], None]
+    on_host: bool = False
 
 
 class Checkpoint:
@@ -109,7 +111,11 @@ class Checkpoint:
 
     def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
         """What of the files this rank reads."""
-        return [Wish(name, self.tensors[name], spec.part) for name, spec in specs.items() if spec.part is not None]
+        return [
+            Wish(name, self.tensors[name], spec.part, spec.on_host)
+            for name, spec in specs.items()
+            if spec.part is not None
+        ]
 
     def read(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """This rank's part of one tensor, once more, on the host."""

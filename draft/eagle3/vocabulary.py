@@ -31,9 +31,11 @@ class VocabularyMap:
         else of the two is there."""
         specs = {}
         if "d2t" in names or not self.is_identity:
-            specs["d2t"] = TensorSpec((self.draft_vocab_size,), ("I64", "I32"), (WHOLE,), self._store_offsets)
+            specs["d2t"] = TensorSpec(
+                (self.draft_vocab_size,), ("I64", "I32"), (WHOLE,), self._store_offsets, on_host=True
+            )
         if "t2d" in names:
-            specs["t2d"] = TensorSpec((self.vocab_size,), ("BOOL", "U8"), (WHOLE,), self._store_marks)
+            specs["t2d"] = TensorSpec((self.vocab_size,), ("BOOL", "U8"), (WHOLE,), self._store_marks, on_host=True)
         return specs
 
     def _store_offsets(self, value: torch.Tensor) -> None:
@@ -52,7 +54,7 @@ class VocabularyMap:
         self._compare()
 
     def _store_marks(self, value: torch.Tensor) -> None:
-        self._marks = value.bool()
+        self._marks = value.bool().clone()  # what was read is soon overwritten
         self._is_loaded |= self.is_identity
         self._compare()
 

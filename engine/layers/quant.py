@@ -72,7 +72,7 @@ class FloatExperts(nn.Module):
                     continue
                 stores = self._stores(name, slot - self.local.start)
                 for (ending, spec), store in zip(here[name].items(), stores, strict=True):
-                    specs[f"{matrix}.{ending}"] = TensorSpec(spec.shape, spec.dtypes, spec.part, store)
+                    specs[f"{matrix}.{ending}"] = spec._replace(store=store)
         return specs
 
     def _wanted(self, name: str, is_here: bool) -> dict[str, TensorSpec]:
@@ -120,7 +120,7 @@ class Int4Experts(FloatExperts):
         return {
             "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing),
             "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing),
-            "weight_shape": TensorSpec((2,), ("I32", "I64"), shape, _nothing),
+            "weight_shape": TensorSpec((2,), ("I32", "I64"), shape, _nothing, on_host=True),
         }
 
     def _stores(self, name: str, index: int) -> tuple[_Store, ...]:

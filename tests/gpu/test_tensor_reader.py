@@ -32,7 +32,7 @@ def test_every_part_is_on_the_device(file):
         part = tuple(
             slice(size // 4, size) if i % 3 == place else slice(None) for place, size in enumerate(header.shape)
         )
-        wishes.append(Wish(name, header, part))
+        wishes.append(Wish(name, header, part, on_host=name == "shape"))
     kept = {wish.name: (wish, value.clone()) for wish, value in tensor_reader.read(wishes, GPU)}
     assert kept.keys() == tensors.keys()
     for name, (wish, value) in kept.items():
