@@ -52,7 +52,7 @@ def case(request):
     return Case(request.param)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 64, 65, 256, 2048])
+@pytest.mark.parametrize("rows", [1, 3, 17, 64, 65, 256, 385, 705, 1409, 2048])
 def test_like_float32(case, rows):
     expected = case.expected(rows)
     assert (case.run(rows) - expected).norm() < 1e-2 * expected.norm()

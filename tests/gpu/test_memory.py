@@ -32,7 +32,7 @@ def test_promises_of_a_share_hold():
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_sum():
-    with pytest.raises(ConfigError, match=r"kv_cache_memory_gb asks for does not fit: .* of weights"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_gb asks for does not fit: a rank's weights take .* GiB"):
         LLM(str(FULL_CONFIG), **SHARE, max_num_seqs=1024, kv_cache_memory_gb=2000.0)
 
 

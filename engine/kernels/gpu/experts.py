@@ -68,10 +68,15 @@ class Config:
 
 FEW_ROWS = Config(BLOCK_ROWS, 4, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
 SOME_ROWS = Config(BLOCK_ROWS, 2, Tile(64, 4, 2, 6), Tile(128, 3, 4, 3))
-MANY_ROWS = Config(64, 1, Tile(128, 3, 4, 2), Tile(128, 3, 4, 2))
+BY_ROWS = (  # to so many rows of 384 experts and 8 a row: blocks that an expert's rows fill by half or more, on average
+    (INVARIANT_ROWS, FEW_ROWS),
+    (384, SOME_ROWS),
+    (704, Config(16, 1, Tile(128, 3, 4, 3), Tile(128, 3, 4, 4))),
+    (1408, Config(32, 1, Tile(128, 4, 4, 2), Tile(128, 3, 4, 3))),
+)
+MANY_ROWS = Config(64, 1, Tile(256, 3, 8, 1), Tile(256, 3, 8, 1))
 DOWN_OF_WIDE_EXPERTS = Tile(128, 3, 4, 4)
 SMALL_SHARED_MEMORY = Tile(128, 2, 8, 1)
-MOST_SOME_ROWS = 512  # of 384 experts and 8 a row: then blocks of 8 are about as many as experts, and half full
 
 
 def choose_config(num_rows: int, width: int, expert_width: int, memory: int) -> Config:
@@ -79,10 +84,10 @@ def choose_config(num_rows: int, width: int, expert_width: int, memory: int) -> 
 
     Up to 64 rows neither `block_rows` nor `splits` depend on the rows: a result's bits depend on those.
     """
-    if num_rows > MOST_SOME_ROWS:
+    config = next((config for most, config in BY_ROWS if num_rows <= most), MANY_ROWS)
+    if config.block_rows > BLOCK_ROWS:
         little = memory < 160_000
-        return replace(MANY_ROWS, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY) if little else MANY_ROWS
-    config = FEW_ROWS if num_rows <= INVARIANT_ROWS else SOME_ROWS
+        return replace(config, gate_up=SMALL_SHARED_MEMORY, down=SMALL_SHARED_MEMORY) if little else config
     splits = next(s for s in (config.splits, 2, 1) if width // 128 % s == 0)
     is_wide = expert_width >= 1024 and num_rows > 2
     return replace(config, splits=splits, down=DOWN_OF_WIDE_EXPERTS if is_wide else config.down)
@@ -263,7 +268,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constants, options) of the kernels for K2.5's slices and whole experts."""
     pdl = capability >= (9, 0)
     cases = []
-    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 256), (256, 2048)):
+    for inner, rows in ((256, 1), (256, 16), (2048, 16), (256, 256), (256, 512), (256, 1024), (256, 2048)):
         config = choose_config(rows, 7168, inner, architecture_memory(capability))
         grouped = config.block_rows == BLOCK_ROWS
         shape = {"TOP_K": 8, "D": 7168, "INNER": inner, "PDL": pdl}

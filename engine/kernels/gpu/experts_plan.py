@@ -205,7 +205,7 @@ def compile_cases(capability: tuple[int, int]) -> list[tuple]:
     wanted = [(f"plan {n}", plan_kernel, place | {"ROWS": 8, "PAIRS": n}) for n in (16, 512)]
     wanted.append(("count", count_kernel, {"EXPERTS": 512, "CHUNK": CHUNK}))
     wanted.append(("prefix", prefix_kernel, {"EXPERTS": 512, "CHUNKS": 64}))
-    wanted.append(("place", place_kernel, place | {"ROWS": 64, "CHUNK": CHUNK}))
+    wanted += [(f"place {n}", place_kernel, place | {"ROWS": n, "CHUNK": CHUNK}) for n in (BLOCK_ROWS, 16, 32, 64)]
     cases = []
     for name, kernel, constants in wanted:
         constants["PDL"] = capability >= (9, 0)
