@@ -19,7 +19,7 @@ from engine.request import Request
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import GuessPlan, ScheduledRequest, SchedulerOutput
 
-_SOME_TOKENS = 128  # more than a decode step has, less than a long prompt
+_SOME_TOKENS = (128, 512, 1024)  # with the most that a step has, one for each shape of the experts' kernels
 _TIMED = (
     (128, 0),
     (512, 0),
@@ -68,7 +68,8 @@ def _most_tokens(runner: Any) -> int:
 def _dry_run(runner: Any) -> None:
     """A step of every kind that differs in its kernels; within `recorded_launches`, so nothing of it counts."""
     most = _most_tokens(runner)
-    for num_tokens, context in ((most, 0), (min(most, _SOME_TOKENS), 0), (min(most, 2 * BLOCK_SIZE), BLOCK_SIZE)):
+    some = [(min(most, num_tokens), 0) for num_tokens in _SOME_TOKENS]
+    for num_tokens, context in ((most, 0), *some, (min(most, 2 * BLOCK_SIZE), BLOCK_SIZE)):
         run_alone(runner, num_tokens, min(context, num_tokens - 1))
     runner.hold_caches(2)
     for _, output in largest_steps(runner, most_context=4 * BLOCK_SIZE):
