@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,33 @@ def _check_dispatcher(config: EngineConfig, files: ModelFiles) -> None:
 
 def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
     """This rank's share of the model."""
+    return _call(
+        files.entry.load_model,
+        config,
+        files,
+        parallel,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        self_test=config.self_test,
+    )
+
+
+def open_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
+    """This rank's share as `load_share` has it before it reads weights: `model`, `checkpoint`, `specs`, and `load()`,
+    which reads them."""
+    return _call(files.entry.open_model, config, files, parallel)
+
+
+def _call(
+    function: Callable[..., Any], config: EngineConfig, files: ModelFiles, parallel: ParallelState, **settings: Any
+) -> Any:
+    """A model's `load_model` or `open_model` with what this configuration chooses."""
     dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)
     try:
         backend_name = attention_backends.choose(
             config.attention_backend, device, dtype, config.kv_cache_dtype == "fp8"
         )
-        model = files.entry.load_model(
+        return function(
             str(files.directory),
             files.model_config,
             parallel,
@@ -88,14 +109,12 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
             shards_tokens=choice.shards_tokens(config.moe_comm),
             expert_map=ExpertMap.of(config, files.model_config.n_routed_experts, files.model_config.moe_layers),
             counts_experts=config.expert_load,
-            dummy_seed=config.seed if config.load_format == "dummy" else None,
-            self_test=config.self_test,
+            **settings,
         )
     except (CheckpointError, ConfigError):
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return model
 
 
 def load_draft(config: EngineConfig, files: ModelFiles, parallel: ParallelState, model: Any) -> Drafter | None:

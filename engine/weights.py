@@ -6,6 +6,7 @@ checked before any weight is read. Nothing in the directory is executed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,29 +134,30 @@ def _store(spec: TensorSpec, wish: Wish, value: torch.Tensor, checks: FiniteChec
 
 class FiniteChecks:
     """Finds weights or scales that would spoil every answer. Those of a device are looked at together at the end, since
-    each look waits for it."""
+    each look waits for it.
+
+    The least and the greatest value tell, as both are NaN where one is: a tenth of the time of looking at each."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Wish, torch.Tensor]] = []
+        self._pending: dict[torch.dtype, list[tuple[Wish, torch.Tensor]]] = defaultdict(list)
 
     def add(self, wish: Wish, value: torch.Tensor) -> None:
         """Raises ValueError at once for a tensor of the host."""
-        if not value.is_floating_point():
+        if not value.is_floating_point() or not value.numel():
             return
-        is_finite = value.isfinite().all()
+        bounds = value.aminmax()
         if value.is_cuda:
-            self._pending.append((wish, is_finite))
-        elif not is_finite:
+            self._pending[value.dtype] += [(wish, bounds.min), (wish, bounds.max)]
+        elif not all(bound.isfinite() for bound in bounds):
             raise ValueError(NOT_FINITE)
 
     def finish(self) -> None:
         """Raises CheckpointError naming the first file and tensor."""
-        if not self._pending:
-            return
-        flags = torch.stack([flag for _, flag in self._pending]).tolist()
-        for (wish, _), is_finite in zip(self._pending, flags, strict=True):
-            if not is_finite:
-                raise CheckpointError(f"{wish.header.file.name}: tensor {wish.name} {NOT_FINITE}")
+        for pending in self._pending.values():
+            flags = torch.stack([bound for _, bound in pending]).isfinite().tolist()
+            for (wish, _), is_finite in zip(pending, flags, strict=True):
+                if not is_finite:
+                    raise CheckpointError(f"{wish.header.file.name}: tensor {wish.name} {NOT_FINITE}")
 
 
 def weight_files(directory: str | Path) -> list[Path]:

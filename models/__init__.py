@@ -13,13 +13,14 @@ class ModelEntry:
 
     parse_config: config.json's dict -> the model's config. load_model: directory, config, parallel, dtype and the
     chosen backends -> the model; on the meta device it checks all and reads no weight, with a `dummy_seed` it makes the
-    weights up. share_bytes: the model's config, parallel, dtype and how experts are held -> bytes of a rank's weights
-    by kind, what load_model allocates. declare_tools: tools -> the text the chat template shows, None for its JSON
-    form.
+    weights up. open_model: the same without reading; `load` of its result reads. share_bytes: the model's config,
+    parallel, dtype and how experts are held -> bytes of a rank's weights by kind, what load_model allocates.
+    declare_tools: tools -> the text the chat template shows, None for its JSON form.
     """
 
     parse_config: Callable[[dict[str, Any]], Any]
     load_model: Callable[..., Any]
+    open_model: Callable[..., Any]
     share_bytes: Callable[..., dict[str, int]]
     declare_tools: Callable[[list[dict]], str | None]
 
@@ -28,9 +29,9 @@ def _kimi_k25() -> ModelEntry:
     from models.kimi_k25.config import KimiConfig
     from models.kimi_k25.sizes import share_bytes
     from models.kimi_k25.tool_declaration import declare_tools
-    from models.kimi_k25.weights import load_model
+    from models.kimi_k25.weights import load_model, open_model
 
-    return ModelEntry(KimiConfig.from_dict, load_model, share_bytes, declare_tools)
+    return ModelEntry(KimiConfig.from_dict, load_model, open_model, share_bytes, declare_tools)
 
 
 MODELS: dict[str, Callable[[], ModelEntry]] = {

@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "spec": ("engine.bench.spec", "speculation: accept lengths, and decoding with and without"),
     "serve": ("engine.bench.serve", "the engine under load: HTTP against in process, prefix cache against none"),
     "longest_step": ("engine.bench.longest_step", "streams beside the prefill of a long prompt, steps bounded or not"),
+    "load": ("engine.bench.load", "loading a checkpoint, against the disk and a loop of safe_open"),
     "host": ("engine.bench.host", "the work of the host for a decode step, and for an event over HTTP"),
     "cpu": ("engine.bench.cpu", "decoding against transformers' generate on the CPU, float32"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,10 +12,17 @@ from engine.weights import TensorSpec
 
 FLOAT_TYPES = ("BF16", "F32", "F16")
 WHOLE = slice(None)
+_LARGE_BYTES = 2**20
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device), requires_grad=False)
+    """Zeros. On the host they cost nothing until they are written, so that a load need not wait for pages twice."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and num_bytes >= _LARGE_BYTES:
+        zeros = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+    else:
+        zeros = torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.nn.Parameter(zeros, requires_grad=False)
 
 
 def copy_into(target: torch.Tensor) -> Callable[[torch.Tensor], None]:

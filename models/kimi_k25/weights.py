@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
 from engine.layers.expert_check import BOUNDS, largest_error
 from engine.layers.quant import MATRICES, detect_storage
+from engine.load_progress import LoadProgress
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError, TensorSpec
 from models.kimi_k25.config import KimiConfig
@@ -25,8 +28,78 @@ from models.kimi_k25.sizes import held_as
 WRAPPER_PREFIX = "language_model."
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """This rank's share, built, beside the checkpoint whose headers agree with it: all but to read the weights.
+
+    specs: what the model wants of each tensor. prefix: of the text model's names. storage: of the checkpoint's experts.
+    index_seconds, build_seconds: what reading all headers took, and what building and comparing took."""
+
+    model: KimiModel
+    checkpoint: Checkpoint
+    specs: dict[str, TensorSpec]
+    prefix: str
+    storage: str
+    index_seconds: float
+    build_seconds: float
+
+    def load(self, self_test: bool = False) -> LoadProgress:
+        """Reads the weights into the model. self_test: INT4 experts then show that they compute what matrices say.
+
+        Raises CheckpointError naming file and tensor, ConfigError for a self-test that fails."""
+        parallel = self.model.parallel
+        progress = self.checkpoint.load(self.specs, parallel.device, tells=parallel.rank == 0)
+        if self_test and self.storage == "int4" and self.model.config.moe_layers:
+            _test_experts(self.model, self.checkpoint, self.specs, self.prefix)
+        return progress
+
+
 def load_model(
     directory: str,
+    config: KimiConfig,
+    parallel: ParallelState,
+    dtype: torch.dtype,
+    *,
+    dummy_seed: int | None = None,
+    self_test: bool = False,
+    **choices: Any,
+) -> KimiModel:
+    """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
+    choices, errors: as of `open_model`; self_test: as of `OpenedModel.load`.
+
+    With `dummy_seed` no file is read: the weights are made up, the same for the same seed, experts in the storage that
+    the config claims."""
+    if dummy_seed is not None:
+        model = _builder(config, parallel, dtype, **choices)("int4" if config.is_quantized else "float")
+        fill_dummy(model, dummy_seed)
+        return model
+    opened = open_model(directory, config, parallel, dtype, **choices)
+    if parallel.device.type != "meta":
+        opened.load(self_test)
+    return opened.model
+
+
+def open_model(
+    directory: str, config: KimiConfig, parallel: ParallelState, dtype: torch.dtype, **choices: Any
+) -> OpenedModel:
+    """Reads and checks all headers and builds this rank's share. choices: of `_builder`.
+
+    Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not divide over the
+    ranks."""
+    build = _builder(config, parallel, dtype, **choices)
+    began = time.monotonic()
+    with without_collection():
+        checkpoint, storage = _open(directory, parallel.rank == 0 and parallel.device.type != "meta")
+        _check_counts(config, len(checkpoint.tensors))
+        indexed = time.monotonic()
+        model = build(storage)
+        prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
+        specs = model.specs(prefix)
+        checkpoint.check(specs)
+    return OpenedModel(model, checkpoint, specs, prefix, storage, indexed - began, time.monotonic() - indexed)
+
+
+def _builder(
     config: KimiConfig,
     parallel: ParallelState,
     dtype: torch.dtype,
@@ -36,15 +109,10 @@ def load_model(
     shards_tokens: bool,
     expert_map: ExpertMap | None = None,
     counts_experts: bool = False,
-    dummy_seed: int | None = None,
-    self_test: bool = False,
-) -> KimiModel:
-    """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
-    self_test: INT4 experts then show that they compute what their matrices say.
-
-    With `dummy_seed` no file is read: the weights are made up, the same for the same seed, experts in the storage that
-    the config claims. Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not
-    divide over the ranks."""
+) -> Callable[[str], KimiModel]:
+    """What makes the model, without weights, from how the checkpoint holds its experts. Raises ValueError."""
+    if kernels.needs_powers_of_two:
+        _check_head_widths(config)
 
     def build(storage: str) -> KimiModel:
         return KimiModel(
@@ -59,13 +127,7 @@ def load_model(
             counts_experts=counts_experts,
         )
 
-    if kernels.needs_powers_of_two:
-        _check_head_widths(config)
-    if dummy_seed is None:
-        return _load_checkpoint(directory, config, parallel, build, self_test)
-    model = build("int4" if config.is_quantized else "float")
-    fill_dummy(model, dummy_seed)
-    return model
+    return build
 
 
 def _check_head_widths(config: KimiConfig) -> None:
@@ -75,25 +137,6 @@ def _check_head_widths(config: KimiConfig) -> None:
             raise ValueError(
                 f"{name}={width} is no power of two from 16 on, as bfloat16 on a GPU needs; use dtype float32."
             )
-
-
-def _load_checkpoint(
-    directory: str, config: KimiConfig, parallel: ParallelState, build: Callable[[str], KimiModel], self_test: bool
-) -> KimiModel:
-    is_check = parallel.device.type == "meta"
-    with without_collection():
-        checkpoint, storage = _open(directory, parallel.rank == 0 and not is_check)
-        _check_counts(config, len(checkpoint.tensors))
-        model = build(storage)
-        prefix = WRAPPER_PREFIX if any(name.startswith(WRAPPER_PREFIX) for name in checkpoint.tensors) else ""
-        specs = model.specs(prefix)
-        checkpoint.check(specs)
-    if is_check:
-        return model
-    checkpoint.load(specs, parallel.device, tells=parallel.rank == 0)
-    if self_test and storage == "int4" and config.moe_layers:
-        _test_experts(model, checkpoint, specs, prefix)
-    return model
 
 
 def _open(directory: str, tells: bool) -> tuple[Checkpoint, str]:
