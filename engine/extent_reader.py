@@ -5,21 +5,23 @@ Knows files and bytes, nothing of tensors or checkpoints.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from engine import page_cache
+
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common file systems
 SPAN_BYTES = 16 * 2**20
-RING_BYTES = 4 * SPAN_BYTES
+RING_BYTES = 8 * SPAN_BYTES  # so that of long spans, too, some are read ahead
 PIECE_BYTES = 4 * 2**20  # of one read, so that several threads share a span
 MOST_SKIPPED = 256 * 2**10  # reading over a gap of so much costs less than another request
 
@@ -47,6 +49,7 @@ class Span:
     extents: list[Extent]
     start: int
     stop: int
+    is_common: bool = False  # other processes of this host read it too, so once through the page cache is best
 
     @property
     def size(self) -> int:
@@ -88,6 +91,10 @@ def _up(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def _nothing() -> None:
+    """There is nobody to wait for."""
+
+
 class _Buffer:
     """Aligned host memory. `wait` returns once nobody reads it any more."""
 
@@ -99,7 +106,7 @@ class _Buffer:
             self.bytes_B = whole[skip : skip + size]
         else:
             self.bytes_B = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
-        self.wait: Callable[[], None] = lambda: None
+        self.wait: Callable[[], None] = _nothing
 
 
 @dataclass
@@ -120,8 +127,9 @@ class ExtentReader:
     copies from them meanwhile, `release_with` says how to wait for that.
 
     num_threads read at once; at most ring_bytes are held, or one span where that is longer. direct: past the page cache
-    (O_DIRECT) where the file system can. Raises OSError as the reads do, FileChangedError for a file that ends too
-    early. Iterate once; leaving the iterator, however that happens, ends the threads.
+    (O_DIRECT) what is not in it already and is no common span, where the file system can. Raises OSError as the reads
+    do, FileChangedError for a file that ends too early. Iterate once; leaving the iterator, however that happens, ends
+    the threads.
     """
 
     def __init__(
@@ -137,15 +145,15 @@ class ExtentReader:
         self._spans = list(spans)
         self.num_bytes = 0  # read so far, gaps included
         self._span_bytes, self._ring_bytes = _up(span_bytes), ring_bytes
-        self._pinned, self._direct = pinned, direct
+        self._pinned, self._direct = pinned, direct and hasattr(os, "O_DIRECT")
         self._free: list[_Buffer] = []
         self._held_bytes = 0
         self._pieces: deque[tuple[_Job, int, int]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._files: dict[Path, int] = {}
+        self._files: dict[tuple[Path, bool], int] = {}
         self._last: _Buffer | None = None
-        self._release: Callable[[], None] = lambda: None
+        self._release: Callable[[], None] = _nothing
         self._threads = [
             threading.Thread(target=self._work, name=f"reader-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -169,13 +177,15 @@ class ExtentReader:
                 job.done.wait()
                 if job.error is not None:
                     raise job.error
-                self._release = lambda: None
+                self._release = _nothing
                 for extent in job.span.extents:
                     begin = extent.offset - job.span.start
                     yield extent, job.buffer.bytes_B[begin : begin + extent.size]
                 self._give_back_last()
                 self._last = job.buffer
                 job.buffer.wait = self._release
+                if self._release is _nothing:  # no device copies from it
+                    self._give_back_last()
         finally:
             self.close()
 
@@ -208,25 +218,30 @@ class ExtentReader:
         return job
 
     def _take_buffer(self, size: int) -> _Buffer:
-        """One of the ring's, or one of its own for a span that is longer than the ring's are."""
-        if size <= self._span_bytes and self._free:
-            buffer = self._free.pop(0)
+        """The smallest free one that is large enough, or a new one, for which free ones go if the ring would be too
+        long. Fresh memory costs more than reading into it, so those of long spans are used again too."""
+        fitting = [buffer for buffer in self._free if buffer.size >= size]
+        if fitting:
+            buffer = min(fitting, key=lambda one: one.size)  # of equal ones the first: free for longest
+            self._free.remove(buffer)
             buffer.wait()
         else:
-            buffer = _Buffer(max(size, self._span_bytes), self._pinned)
+            size = max(-(-size // self._span_bytes) * self._span_bytes, self._span_bytes)
+            while self._free and self._num_owned() + size > self._ring_bytes:
+                self._free.pop(0).wait()
+            buffer = _Buffer(size, self._pinned)
         self._held_bytes += buffer.size
         return buffer
+
+    def _num_owned(self) -> int:
+        return self._held_bytes + sum(buffer.size for buffer in self._free)
 
     def _give_back_last(self) -> None:
         """The buffer before the present one: so a device has a whole span's time to copy from it."""
         buffer, self._last = self._last, None
-        if buffer is None:
-            return
-        self._held_bytes -= buffer.size
-        if buffer.size == self._span_bytes:
+        if buffer is not None:
+            self._held_bytes -= buffer.size
             self._free.append(buffer)
-        else:
-            buffer.wait()
 
     # The threads run these.
     def _work(self) -> None:
@@ -251,24 +266,29 @@ class ExtentReader:
     def _read(self, job: _Job, start: int, stop: int) -> None:
         """The last span of a file may end behind the file's end, by less than the alignment."""
         file = job.span.extents[0].file
-        descriptor = self._open(file)
+        direct = self._direct and not job.span.is_common and not self._is_cached(job, start, stop)
         view = memoryview(job.buffer.bytes_B.numpy())
         wanted = max(extent.stop for extent in job.span.extents) - job.span.start
         while start < min(stop, wanted):
-            count = os.preadv(descriptor, [view[start:stop]], job.span.start + start)
+            try:
+                count = os.preadv(self._open(file, direct), [view[start:stop]], job.span.start + start)
+            except OSError as error:
+                if not direct or error.errno not in (errno.EINVAL, errno.EFAULT):
+                    raise
+                direct = False  # a file system without it or of a larger alignment, or memory that no disk can reach
+                continue
             if count == 0:
                 raise FileChangedError(f"{file} ends at byte {job.span.start + start}: it was cut while being read.")
             start += count
 
-    def _open(self, file: Path) -> int:
+    def _is_cached(self, job: _Job, start: int, stop: int) -> bool:
+        """Whether the kernel says that half of it or more is."""
+        descriptor = self._open(job.span.extents[0].file, False)
+        pages = page_cache.cached_pages(descriptor, job.span.start + start, stop - start)
+        return pages is not None and 2 * pages * mmap.PAGESIZE >= stop - start
+
+    def _open(self, file: Path, direct: bool) -> int:
         with self._changed:
-            if file not in self._files:
-                self._files[file] = _open(file, self._direct)
-            return self._files[file]
-
-
-def _open(file: Path, direct: bool) -> int:
-    if direct and hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # a file system without it, such as tmpfs
-            return os.open(file, os.O_RDONLY | os.O_DIRECT)
-    return os.open(file, os.O_RDONLY)
+            if (file, direct) not in self._files:
+                self._files[file, direct] = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            return self._files[file, direct]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,12 @@ class Wish(NamedTuple):
         return range(*self.part[0].indices(self.header.shape[0])) if self.header.shape else range(1)
 
     @property
+    def cuts_columns(self) -> bool:
+        """Whether of each row a part is wanted."""
+        sizes = zip(self.part[1:], self.header.shape[1:], strict=True)
+        return any(len(range(*part.indices(size))) < size for part, size in sizes)
+
+    @property
     def extent(self) -> Extent:
         """Of whole rows. Raises ValueError for rows that do not lie together."""
         if len(self.rows) > 1 and self.rows.step != 1:
@@ -56,11 +63,17 @@ class Wish(NamedTuple):
 
 def plan(wishes: list[Wish], span_bytes: int = SPAN_BYTES) -> list[Span]:
     """File by file in the order of the files. Of one file integers come last, as the words of packed matrices: their
-    scales, which are small, can be kept until then, and nothing else need be."""
-    files: dict[object, tuple[list[Extent], list[Extent]]] = defaultdict(lambda: ([], []))
+    scales, which are small, can be kept until then, and nothing else need be.
+
+    Rows of which columns are wanted make common spans: the ranks that want the other columns read them too."""
+    files: dict[object, dict[tuple[bool, bool], list[Extent]]] = defaultdict(lambda: defaultdict(list))
     for wish in wishes:
-        files[wish.header.file][wish.header.dtype == "I32"].append(wish.extent)
-    return [span for parts in files.values() for part in parts for span in plan_spans(part, span_bytes)]
+        files[wish.header.file][wish.header.dtype == "I32", wish.cuts_columns].append(wish.extent)
+    spans: list[Span] = []
+    for parts in files.values():
+        for (_, is_common), extents in sorted(parts.items()):
+            spans += [replace(span, is_common=is_common) for span in plan_spans(extents, span_bytes)]
+    return spans
 
 
 def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch.Tensor]]:
@@ -72,7 +85,7 @@ def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch
     names: dict[Extent, deque[Wish]] = defaultdict(deque)
     for wish in wishes:
         names[wish.extent].append(wish)
-    reader = ExtentReader(plan(wishes), pinned=on_gpu)
+    reader = ExtentReader(plan(wishes), pinned=on_gpu, direct=True)
     for extent, bytes_B in reader:
         wish = names[extent].popleft()
         if not on_gpu or wish.on_host:

@@ -1,5 +1,7 @@
+import errno
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -102,6 +104,65 @@ def test_no_more_than_the_ring_is_held(files, monkeypatch):
     extents = [Extent(files[-1], i * 8192, 8192) for i in range(30)]
     assert len(list(ExtentReader(plan_spans(extents, 8192), span_bytes=8192, ring_bytes=3 * 8192))) == 30
     assert sizes == [8192] * 3
+
+
+def opened_flags(monkeypatch) -> list[int]:
+    """Flags of every file that is opened from now on."""
+    flags, opens = [], os.open
+    monkeypatch.setattr(os, "open", lambda file, how, *rest: flags.append(how) or opens(file, how, *rest))
+    return flags
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+@pytest.mark.parametrize(
+    ("cached", "is_common", "is_direct"), [(0, False, True), (None, False, True), (74, False, False), (0, True, False)]
+)
+def test_past_the_page_cache_what_is_not_there_and_nobody_else_reads(files, monkeypatch, cached, is_common, is_direct):
+    """74 pages are the whole file; None: the kernel does not say."""
+    monkeypatch.setattr(extent_reader.page_cache, "cached_pages", lambda *_: cached)
+    flags = opened_flags(monkeypatch)
+    spans = [replace(span, is_common=is_common) for span in plan_spans([Extent(files[-1], 5, 299_995)])]
+    ((extent, bytes_B),) = ExtentReader(spans, direct=True)
+    assert bytes(bytes_B.numpy()) == files[-1].read_bytes()[5:] and extent.size == 299_995
+    assert any(how & os.O_DIRECT for how in flags) == is_direct
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
+def test_a_direct_read_that_is_refused_goes_through_the_page_cache(files, monkeypatch, number):
+    direct, opens, reads = set(), os.open, os.preadv
+
+    def open_(file, how, *rest):
+        descriptor = opens(file, how & ~os.O_DIRECT, *rest)
+        if how & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def preadv(descriptor, *rest):
+        if descriptor in direct:
+            raise OSError(number, os.strerror(number))
+        return reads(descriptor, *rest)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(extent_reader.page_cache, "cached_pages", lambda *_: 0)
+    ((_, bytes_B),) = ExtentReader(plan_spans([Extent(files[-1], 0, 300_000)]), direct=True)
+    assert direct and bytes(bytes_B.numpy()) == files[-1].read_bytes()
+
+
+def test_long_spans_share_buffers_too(files, monkeypatch):
+    sizes = []
+    buffer = extent_reader._Buffer
+
+    class Counted(buffer):
+        def __init__(self, size, pinned):
+            super().__init__(size, pinned)
+            sizes.append(size)
+
+    monkeypatch.setattr(extent_reader, "_Buffer", Counted)
+    extents = [Extent(files[-1], i * 12_288, 12_288) for i in range(20)]
+    reader = ExtentReader(plan_spans(extents, 8192), span_bytes=8192, ring_bytes=4 * 8192)
+    assert len(list(reader)) == 20 and sizes == [16_384] * 2
 
 
 def test_a_buffer_waits_for_who_still_reads_it(files):

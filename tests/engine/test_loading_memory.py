@@ -67,7 +67,7 @@ def loaded(tmp_path_factory) -> dict[str, int]:
 def test_b155_the_peak_is_the_model_and_what_is_being_read(loaded):
     """A whole checkpoint held beside the model would be twice the weights."""
     assert loaded["weights"] > 12 * loaded["largest file"] > 60 * MIB
-    assert loaded["peak"] < loaded["weights"] + RING_BYTES + SLACK < 1.5 * loaded["weights"]
+    assert loaded["peak"] < loaded["weights"] + RING_BYTES + SLACK < 1.8 * loaded["weights"]
 
 
 def test_b156_what_loading_took_is_given_back(loaded):

@@ -86,3 +86,10 @@ def test_rows_are_read_alone_and_columns_with_their_rows():
     apart = Wish("w", header("a", "BF16", 100), (slice(0, 4, 2), slice(None)))
     with pytest.raises(ValueError, match="do not lie together"):
         _ = apart.extent
+
+
+def test_rows_whose_columns_are_shared_out_are_common_spans():
+    half = Wish("half", header("a", "BF16", 0), (slice(None), slice(0, 2)))
+    whole = Wish("whole", header("a", "BF16", 32), (slice(None), slice(0, 4)))
+    found = {extent.offset: span.is_common for span in tensor_reader.plan([half, whole]) for extent in span.extents}
+    assert found == {0: True, 32: False}
