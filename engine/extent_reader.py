@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine import page_cache
+from engine import host_memory, page_cache
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common file systems
 SPAN_BYTES = 16 * 2**20
@@ -105,7 +105,7 @@ class _Buffer:
             skip = -whole.data_ptr() % ALIGNMENT
             self.bytes_B = whole[skip : skip + size]
         else:
-            self.bytes_B = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+            self.bytes_B = host_memory.zeros(size)
         self.wait: Callable[[], None] = _nothing
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Sequence
 
 import torch
 
+from engine import host_memory
 from engine.weights import TensorSpec
 
 FLOAT_TYPES = ("BF16", "F32", "F16")
@@ -19,7 +19,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Par
     """Zeros. On the host they cost nothing until they are written, so that a load need not wait for pages twice."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type == "cpu" and num_bytes >= _LARGE_BYTES:
-        zeros = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+        zeros = host_memory.zeros(num_bytes).view(dtype).view(shape)
     else:
         zeros = torch.zeros(*shape, dtype=dtype, device=device)
     return torch.nn.Parameter(zeros, requires_grad=False)

@@ -9,6 +9,7 @@ import torch
 
 from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
+from engine.layers import quant
 from engine.layers.quant import EXPERT_STORAGE, detect_storage
 from engine.weights import TensorHeader
 from tests.checkpoints import pack_int4, quantize_int4
@@ -114,3 +115,15 @@ def test_packed_experts_hold_the_same_whatever_the_order_of_the_files():
             )
             assert torch.equal(gate_up[index], torch.cat((gate[experts.columns], up[experts.columns])))
             assert torch.equal(down[index], out[:, experts.columns])
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("inner", [96, 200 * 32])
+def test_the_host_expands_as_the_reference_does(stored, held, inner):
+    """To the last bit, of columns that are cut too, with fewer rows and more than it takes at once."""
+    words = torch.randint(-(2**31), 2**31 - 1, (130, inner // 4), dtype=torch.int32)[:, : inner // 8]
+    scale = torch.randn(130, inner // 32).to(stored)
+    room = torch.zeros(130, inner, dtype=held)
+    quant._expand_on_host(room, words, scale)
+    assert torch.equal(room, reference.unpack_int4(words, scale).to(held))
