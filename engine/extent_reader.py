@@ -101,7 +101,9 @@ class _Buffer:
     def __init__(self, size: int, pinned: bool):
         self.size = size
         if pinned:
-            whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            whole = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # a byte more would round up to twice as much
+            if whole.data_ptr() % ALIGNMENT:
+                whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             skip = -whole.data_ptr() % ALIGNMENT
             self.bytes_B = whole[skip : skip + size]
         else:

@@ -15,13 +15,16 @@ from typing import NamedTuple
 import torch
 
 from engine.checkpoint_headers import TensorHeader
-from engine.extent_reader import SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
+from engine.extent_reader import RING_BYTES, SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+
+
+MOST_RING_BYTES = 2**30
 
 
 class Wish(NamedTuple):
@@ -76,6 +79,11 @@ def plan(wishes: list[Wish], span_bytes: int = SPAN_BYTES) -> list[Span]:
     return spans
 
 
+def ring_bytes(spans: list[Span]) -> int:
+    """So much that the longest tensor is read ahead as well, within bounds."""
+    return max(RING_BYTES, min(3 * max((span.size for span in spans), default=0), MOST_RING_BYTES))
+
+
 def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch.Tensor]]:
     """Each wish once, with the wanted part: on the device, or on the host where it is wanted there.
 
@@ -85,7 +93,8 @@ def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch
     names: dict[Extent, deque[Wish]] = defaultdict(deque)
     for wish in wishes:
         names[wish.extent].append(wish)
-    reader = ExtentReader(plan(wishes), pinned=on_gpu, direct=True)
+    spans = plan(wishes)
+    reader = ExtentReader(spans, ring_bytes=ring_bytes(spans), pinned=on_gpu, direct=True)
     for extent, bytes_B in reader:
         wish = names[extent].popleft()
         if not on_gpu or wish.on_host:

@@ -31,6 +31,7 @@ class MemoryTrace:
             Path("/proc/self/clear_refs").write_text("5")
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_host_memory_stats()
         self._host, self._gpu, self._began = _status("VmRSS"), self._gpu_bytes(), time.monotonic()
         self._reset = _status("VmHWM") <= self._host + 2**20
         self._look()

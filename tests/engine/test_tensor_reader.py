@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from engine import tensor_reader
 from engine.checkpoint_headers import TensorHeader, read_header
-from engine.extent_reader import Extent
-from engine.tensor_reader import TYPES, Wish
+from engine.extent_reader import RING_BYTES, Extent, Span
+from engine.tensor_reader import MOST_RING_BYTES, TYPES, Wish
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,10 @@ def test_rows_whose_columns_are_shared_out_are_common_spans():
     whole = Wish("whole", header("a", "BF16", 32), (slice(None), slice(0, 4)))
     found = {extent.offset: span.is_common for span in tensor_reader.plan([half, whole]) for extent in span.extents}
     assert found == {0: True, 32: False}
+
+
+def test_the_ring_is_as_long_as_three_of_the_longest_within_bounds():
+    sizes = (0, RING_BYTES // 4, RING_BYTES, 2 * MOST_RING_BYTES)
+    rings = [tensor_reader.ring_bytes([Span([], 0, 4096), Span([], 0, size)]) for size in sizes]
+    assert rings == [RING_BYTES, RING_BYTES, 3 * RING_BYTES, MOST_RING_BYTES]
+    assert tensor_reader.ring_bytes([]) == RING_BYTES

@@ -1,12 +1,16 @@
 import json
 import os
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from engine import page_cache
+from engine.bench import load
 from engine.bench.__main__ import main
 from engine.bench.load_arms import CHUNK_BYTES, pieces_of
 from engine.bench.load_memory import MemoryTrace
+from engine.bench.report import MeasurementError
 from engine.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
 from models.kimi_k25.synthetic import Plan, write
 
@@ -40,9 +44,9 @@ def test_two_ranks_run_every_arm_and_the_report_says_all(checkpoint, tmp_path, c
     for sample in (one for results in found["rounds"].values() for one in results[0]["ranks"]):
         assert 2 <= len(sample["trace"]) <= 20 and sample["trace"][0][0] <= sample["trace"][-1][0]
     both = zip(found["rounds"]["load"][0]["ranks"], found["rounds"]["safe_open"][0]["ranks"], strict=True)
-    for rank, (load, loop) in enumerate(both):
-        assert load["num_bytes"] == loop["num_bytes"] == found["bytes"]["ranks"][rank]
-        assert load["parts"].keys() == {"index", "build", "read"} and load["weights"] > loop["weights"] > 0
+    for rank, (ours, loop) in enumerate(both):
+        assert ours["num_bytes"] == loop["num_bytes"] == found["bytes"]["ranks"][rank]
+        assert ours["parts"].keys() == {"index", "build", "read"} and ours["weights"] > loop["weights"] > 0
     assert sum(found["bytes"]["ranks"]) > found["bytes"]["union"] / 2
     assert "round 1 of 1: load" in capsys.readouterr().out
 
@@ -67,17 +71,34 @@ def test_a_rank_that_cannot_load_says_why(checkpoint, capsys):
     assert "3" in capsys.readouterr().err
 
 
+def is_in_memory(path: Path) -> bool:
+    """Whether the file system of `path` has no disk, so that nothing can be dropped."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((len(place), kind) for place, kind in mounts if path.is_relative_to(place))[1] in ("tmpfs", "ramfs")
+
+
 def test_a_dropped_file_is_cached_no_more_and_a_read_one_is(tmp_path):
     file = tmp_path / "data"
     file.write_bytes(os.urandom(ALIGNMENT * 64 + 1))
     page_cache.drop([file])
     cold = page_cache.cached_share([file])
+    assert cold in (None, 0.0) or is_in_memory(tmp_path)
     file.read_bytes()
     assert page_cache.cached_share([file]) in (None, 1.0)
-    assert cold is None or cold <= 1
     with open(file, "rb") as stream:
         assert page_cache.cached_pages(stream.fileno(), ALIGNMENT, 3 * ALIGNMENT) in (None, 3)
         assert page_cache.cached_pages(stream.fileno(), 0, 0) == 0
+
+
+@pytest.mark.parametrize(("cached", "is_refused"), [(0.0, False), (0.009, False), (None, False), (0.02, True)])
+def test_an_arm_that_would_begin_warm_is_refused(tmp_path, monkeypatch, cached, is_refused):
+    file, dropped = tmp_path / "data", []
+    monkeypatch.setattr(page_cache, "drop", dropped.extend)
+    monkeypatch.setattr(page_cache, "cached_share", lambda files: cached)
+    with pytest.raises(MeasurementError, match="2% of the files stay cached") if is_refused else nullcontext():
+        assert load._make_cold([file], drops=True) == cached
+    assert dropped == [file]
+    assert load._make_cold([file], drops=False) == cached and dropped == [file]
 
 
 def test_the_pieces_of_the_disk_arm_are_the_union_once(tmp_path):
