@@ -55,11 +55,11 @@ def patch(module):
 _AT_START = """
 def patch(module):
     init = module.ModelRunner.__init__
-    def faulty(runner, config, files, parallel):
+    def faulty(runner, config, files, parallel, *rest):
         if parallel.rank == {rank}:
             note()
             {fault}
-        init(runner, config, files, parallel)
+        init(runner, config, files, parallel, *rest)
     module.ModelRunner.__init__ = faulty
 """
 

@@ -15,7 +15,8 @@ class DraftEntry:
     """What the engine calls for a draft.
 
     load: directory, TargetShape, parallel, dtype, and by name kernels, backend, the target's embed and lm_head -> the
-    Drafter; on the meta device it checks all and reads no weight, with a `dummy_seed` it makes the weights up.
+    Drafter; on the meta device it checks all and reads no weight, with a `dummy_seed` it makes the weights up, with a
+    `progress` it counts the bytes that it reads.
     """
 
     load: Callable[..., Drafter]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,14 @@ from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
+from engine.load_display import shown
+from engine.load_progress import STARTING, SUMS, LoadProgress
 from engine.model_files import ModelFiles
-from engine.model_loading import check_model, verify_checksums
+from engine.model_loading import check_model, open_checkpoint, verify_checksums
 from engine.model_runner import ModelRunner
 from engine.replica import Replica
 from engine.tokenizer import Tokenizer
+from engine.weights import Checkpoint
 
 _CONFIG_KEY = "turnout/config"
 _START_TIMEOUT = timedelta(minutes=10)
@@ -151,27 +155,45 @@ class Follower:
         return None
 
 
-def start_engine(config: EngineConfig, must_exit: bool = False) -> tuple[EngineCore | Follower, Ranks]:
-    """Builds the engine of `config` in this process; `must_exit` as in `Ranks`.
+def start_engine(
+    config: EngineConfig,
+    must_exit: bool = False,
+    progress: LoadProgress | None = None,
+    terminal: TextIO | None = None,
+) -> tuple[EngineCore | Follower, Ranks]:
+    """Builds the engine of `config` in this process; `must_exit` as in `Ranks`. progress: says from then on how far it
+    is. terminal: where rank 0 draws a bar of it; else it writes lines to the log.
 
     Raises ConfigError or CheckpointError for what cannot work, EngineDeadError where a rank fails.
     """
-    config = _resolve(config)
+    config, progress = _resolve(config), progress or LoadProgress()
     world_size = _world_size(config)
     files = ModelFiles.read(config)
-    expected = check_model(config, files)
-    if expected is not None and os.environ.get("RANK", "0") == "0":
-        log.logger.info("preflight: %s", expected)
-    if config.verify_checksums:
-        local = (os.environ.get(name, default) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-        verify_checksums(config, files, *(map(int, local) if world_size > 1 else ()))
+    checkpoint = _check(config, files, progress, world_size)
+    progress.enter(STARTING)
     ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
-        return _build(config, files, ranks), ranks
+        if ranks.rank:
+            return _build(config, files, ranks, checkpoint, progress), ranks
+        with shown(progress, terminal):
+            return _build(config, files, ranks, checkpoint, progress), ranks
     except BaseException:
         ranks.kill()
         ranks.close()
         raise
+
+
+def _check(config: EngineConfig, files: ModelFiles, progress: LoadProgress, world_size: int) -> Checkpoint | None:
+    """All that can be found wrong before ranks meet. The headers are read here once, and travel on."""
+    checkpoint = open_checkpoint(config, files)
+    expected = check_model(config, files, checkpoint)
+    if expected is not None and os.environ.get("RANK", "0") == "0":
+        log.logger.info("preflight: %s", expected)
+    if config.verify_checksums:
+        progress.enter(SUMS)
+        local = (os.environ.get(name, default) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+        verify_checksums(config, files, *(map(int, local) if world_size > 1 else ()))
+    return checkpoint
 
 
 def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ranks]:
@@ -181,7 +203,7 @@ def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ra
     ranks = Ranks(rank, world_size, rank, store)
     config = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
     ranks.control = ControlClient(store, rank, _patience(config))
-    return _build(config, ModelFiles.read(config), ranks), ranks
+    return _build(config, ModelFiles.read(config), ranks, None, LoadProgress()), ranks
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
@@ -284,13 +306,16 @@ def loopback_store() -> dist.TCPStore:
     )
 
 
-def _build(config: EngineConfig, files: ModelFiles, ranks: Ranks) -> EngineCore | Follower:
+def _build(
+    config: EngineConfig, files: ModelFiles, ranks: Ranks, checkpoint: Checkpoint | None, progress: LoadProgress
+) -> EngineCore | Follower:
     try:
+        progress.join(ranks.rank, ranks.world_size, ranks.store)
         _agree(config, files, ranks)
         parallel = _parallel_state(config, ranks)
         if ranks.control is not None:
             ranks.control.position = lambda: parallel.meter.position
-        ranks.runner = runner = ModelRunner(config, files, parallel)
+        ranks.runner = runner = ModelRunner(config, files, parallel, checkpoint, progress)
         if ranks.control is not None:
             ranks.control.end_step()
     except Exception as error:

@@ -19,19 +19,25 @@ from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.expert_map import ExpertMap
 from engine.kernels import table as kernel_table
+from engine.load_progress import LoadProgress
 from engine.model_files import ModelFiles
-from engine.weights import CheckpointError, weight_files
+from engine.weights import Checkpoint, CheckpointError, weight_files
 
 
-def check_model(config: EngineConfig, files: ModelFiles) -> str | None:
+def open_checkpoint(config: EngineConfig, files: ModelFiles) -> Checkpoint | None:
+    """All headers of the model's files; None where weights are made up. Raises CheckpointError."""
+    return None if config.load_format == "dummy" else Checkpoint(files.directory)
+
+
+def check_model(config: EngineConfig, files: ModelFiles, checkpoint: Checkpoint | None = None) -> str | None:
     """Finds what a ModelRunner would refuse on any rank, without a process group and before any weight is read.
 
-    Returns what to expect of a GPU's memory, None where there is none. Raises ConfigError with the sum, CheckpointError
-    naming file and tensor.
+    checkpoint: from `open_checkpoint`, or it is opened here. Returns what to expect of a GPU's memory, None where there
+    is none. Raises ConfigError with the sum, CheckpointError naming file and tensor.
     """
     _check_dispatcher(config, files)
     parallel = ParallelState(device=torch.device("meta"), **config.placement())
-    model = load_share(config, files, parallel)
+    model = load_share(config, files, parallel, checkpoint)
     drafter = load_draft(config, files, parallel, model)
     expected = None
     subject = preflight.Subject(files.entry, files.model_config, model.expert_storage != "float", files.draft)
@@ -71,8 +77,14 @@ def _check_dispatcher(config: EngineConfig, files: ModelFiles) -> None:
         raise ConfigError(f"moe_comm={config.moe_comm!r} {reason}; use one of the others or leave it out.")
 
 
-def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:
-    """This rank's share of the model."""
+def load_share(
+    config: EngineConfig,
+    files: ModelFiles,
+    parallel: ParallelState,
+    checkpoint: Checkpoint | None = None,
+    progress: LoadProgress | None = None,
+) -> Any:
+    """This rank's share of the model. checkpoint: from `open_checkpoint`, or it is opened here."""
     return _call(
         files.entry.load_model,
         config,
@@ -80,6 +92,8 @@ def load_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState)
         parallel,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         self_test=config.self_test,
+        checkpoint=checkpoint,
+        progress=progress,
     )
 
 
@@ -117,7 +131,13 @@ def _call(
         raise ConfigError(str(error)) from error
 
 
-def load_draft(config: EngineConfig, files: ModelFiles, parallel: ParallelState, model: Any) -> Drafter | None:
+def load_draft(
+    config: EngineConfig,
+    files: ModelFiles,
+    parallel: ParallelState,
+    model: Any,
+    progress: LoadProgress | None = None,
+) -> Drafter | None:
     """This rank's share of the draft, None where none was asked for. It shares the target's embedding, and its head
     where it has none of its own."""
     if files.draft is None:
@@ -134,6 +154,7 @@ def load_draft(config: EngineConfig, files: ModelFiles, parallel: ParallelState,
             embed=model.embed_tokens,
             lm_head=model.lm_head,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
+            progress=progress,
         )
     except (CheckpointError, ConfigError):
         raise

@@ -24,6 +24,7 @@ from engine.grammar import Grammars
 from engine.graph import CudaRecorder, DecodeGraph, GraphRunner, Recorder, capture_obstacle
 from engine.host_blocks import HostBlocks
 from engine.input_batch import InputBatch
+from engine.load_progress import MEASURING, LoadProgress
 from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.model_loading import dispatch_limits, draft_dispatcher, load_draft, load_share
@@ -33,16 +34,27 @@ from engine.sampling import LogitShaper, SampledLogprobs, gather_logprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.segments import SegmentRunner
 from engine.step_output import ModelRunnerOutput, PromptLogprobs, ReadBuffers
+from engine.weights import Checkpoint
 
 LOGIT_ROWS = 256
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, files: ModelFiles, parallel: ParallelState):
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        parallel: ParallelState,
+        checkpoint: Checkpoint | None = None,
+        progress: LoadProgress | None = None,
+    ):
+        """checkpoint, progress: as `load_share` takes them."""
+        progress = progress or LoadProgress()
         self.config, self.parallel = config, parallel
         self.model_config = files.model_config
-        self.model = load_share(config, files, parallel)
-        self.drafter = load_draft(config, files, parallel, self.model)
+        self.model = load_share(config, files, parallel, checkpoint, progress)
+        self.drafter = load_draft(config, files, parallel, self.model, progress)
+        progress.enter(MEASURING)
         self.num_guesses = 0 if self.drafter is None else config.num_draft_tokens
         self.overlaps = parallel.device.type == "cuda"
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)

@@ -49,6 +49,7 @@ class Checkpoint:
         index = _read_index(self.directory)
         self.files = _files(self.directory, index)
         self.tensors: dict[str, TensorHeader] = read_headers(self.files)
+        self._num_skipped = 0
         if index is not None:
             self._check_index(index)
 
@@ -62,11 +63,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.tensors[name].file.name}: tensor {name} is not in {INDEX_NAME}.")
 
     def skip(self, prefixes: tuple[str, ...]) -> int:
-        """Leaves out the tensors under `prefixes` and says how many there are."""
+        """Leaves out the tensors under `prefixes`, and says how many have been left out so far."""
         skipped = [name for name in self.tensors if name.startswith(prefixes)]
         for name in skipped:
             del self.tensors[name]
-        return len(skipped)
+        self._num_skipped += len(skipped)
+        return self._num_skipped
 
     def check(self, specs: dict[str, TensorSpec]) -> None:
         """Raises CheckpointError unless the files hold exactly what `specs` wants."""
@@ -92,14 +94,17 @@ class Checkpoint:
             )
 
     def load(
-        self, specs: dict[str, TensorSpec], device: torch.device | None = None, tells: bool = False
-    ) -> LoadProgress:
+        self,
+        specs: dict[str, TensorSpec],
+        device: torch.device | None = None,
+        progress: LoadProgress | None = None,
+    ) -> None:
         """Reads this rank's part of each tensor and hands it to its store, on `device`, by default the host; `specs`
-        must have passed `check`. A store must copy what it keeps. tells: whether the log says how far it is.
+        must have passed `check`. A store must copy what it keeps. progress: counts the bytes.
 
         Raises CheckpointError naming file and tensor."""
-        wishes = self.wishes(specs)
-        checks, progress = FiniteChecks(), LoadProgress(sum(wish.extent.size for wish in wishes), tells)
+        wishes, checks, progress = self.wishes(specs), FiniteChecks(), progress or LoadProgress()
+        progress.expect(sum(wish.extent.size for wish in wishes))
         try:
             for wish, value in tensor_reader.read(wishes, device or torch.device("cpu")):
                 _store(specs[wish.name], wish, value, checks)
@@ -107,8 +112,6 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{self.directory}: {error}") from error
         checks.finish()
-        progress.finish()
-        return progress
 
     def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
         """What of the files this rank reads."""

@@ -17,6 +17,7 @@ from engine.json_files import read_json
 from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
 from engine.layers.embedding import Embedding, LMHead
+from engine.load_progress import LoadProgress
 from engine.log import logger
 from engine.weights import Checkpoint, CheckpointError
 
@@ -38,13 +39,14 @@ def load(
     lm_head: LMHead,
     layer_id_offset: int = 0,
     dummy_seed: int | None = None,
+    progress: LoadProgress | None = None,
 ) -> Eagle3Drafter:
     """This rank's share of the draft; on the meta device everything is checked and no weight is read.
 
     embed, lm_head: the target's, used where the draft has none of its own. layer_id_offset: -1, 0 or 1, added to the
     layers that the config names. With `dummy_seed` no weight file is read: the weights are made up, with a head of its
-    own (unless tied) and the target's embedding. Raises ValueError in one sentence,
-    CheckpointError of the files' tensors.
+    own (unless tied) and the target's embedding. progress: counts the bytes that are read. Raises ValueError in one
+    sentence, CheckpointError of the files' tensors.
     """
     config = Eagle3Config.from_dict(read_json(Path(directory) / "config.json"))
     config.check_target(target)
@@ -58,7 +60,7 @@ def load(
         )
 
     if dummy_seed is None:
-        model = _load_checkpoint(Path(directory), config, parallel, build)
+        model = _load_checkpoint(Path(directory), config, parallel, build, progress)
     else:
         model = build(False, not config.tie_word_embeddings)
         fill_dummy(model, dummy_seed)
@@ -67,7 +69,9 @@ def load(
     return Eagle3Drafter(model, feature_layers, embed, _head(model, embed, lm_head))
 
 
-def _load_checkpoint(directory: Path, config: Eagle3Config, parallel: ParallelState, build) -> Eagle3Model:
+def _load_checkpoint(
+    directory: Path, config: Eagle3Config, parallel: ParallelState, build, progress: LoadProgress | None
+) -> Eagle3Model:
     checkpoint = Checkpoint(directory)
     try:
         names = names_in_file(checkpoint.tensors)
@@ -81,7 +85,7 @@ def _load_checkpoint(directory: Path, config: Eagle3Config, parallel: ParallelSt
     specs = {names.get(name, name): spec for name, spec in model.specs(set(names)).items()}
     checkpoint.check(specs)
     if parallel.device.type != "meta":
-        checkpoint.load(specs, parallel.device, tells=parallel.rank == 0)
+        checkpoint.load(specs, parallel.device, progress)
     return model
 
 

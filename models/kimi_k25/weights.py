@@ -43,15 +43,14 @@ class OpenedModel:
     index_seconds: float
     build_seconds: float
 
-    def load(self, self_test: bool = False) -> LoadProgress:
+    def load(self, self_test: bool = False, progress: LoadProgress | None = None) -> None:
         """Reads the weights into the model. self_test: INT4 experts then show that they compute what matrices say.
+        progress: counts the bytes that are read.
 
         Raises CheckpointError naming file and tensor, ConfigError for a self-test that fails."""
-        parallel = self.model.parallel
-        progress = self.checkpoint.load(self.specs, parallel.device, tells=parallel.rank == 0)
+        self.checkpoint.load(self.specs, self.model.parallel.device, progress)
         if self_test and self.storage == "int4" and self.model.config.moe_layers:
             _test_experts(self.model, self.checkpoint, self.specs, self.prefix)
-        return progress
 
 
 def load_model(
@@ -62,10 +61,12 @@ def load_model(
     *,
     dummy_seed: int | None = None,
     self_test: bool = False,
+    progress: LoadProgress | None = None,
+    checkpoint: Checkpoint | None = None,
     **choices: Any,
 ) -> KimiModel:
     """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
-    choices, errors: as of `open_model`; self_test: as of `OpenedModel.load`.
+    checkpoint, choices, errors: as of `open_model`; self_test, progress: as of `OpenedModel.load`.
 
     With `dummy_seed` no file is read: the weights are made up, the same for the same seed, experts in the storage that
     the config claims."""
@@ -73,23 +74,30 @@ def load_model(
         model = _builder(config, parallel, dtype, **choices)("int4" if config.is_quantized else "float")
         fill_dummy(model, dummy_seed)
         return model
-    opened = open_model(directory, config, parallel, dtype, **choices)
+    opened = open_model(directory, config, parallel, dtype, checkpoint, **choices)
     if parallel.device.type != "meta":
-        opened.load(self_test)
+        opened.load(self_test, progress)
     return opened.model
 
 
 def open_model(
-    directory: str, config: KimiConfig, parallel: ParallelState, dtype: torch.dtype, **choices: Any
+    directory: str,
+    config: KimiConfig,
+    parallel: ParallelState,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint | None = None,
+    **choices: Any,
 ) -> OpenedModel:
-    """Reads and checks all headers and builds this rank's share. choices: of `_builder`.
+    """Reads and checks all headers and builds this rank's share. checkpoint: the directory's, where its headers have
+    been read already. choices: of `_builder`.
 
     Raises CheckpointError naming file and tensor, ValueError with the sum where the model does not divide over the
     ranks."""
     build = _builder(config, parallel, dtype, **choices)
     began = time.monotonic()
     with without_collection():
-        checkpoint, storage = _open(directory, parallel.rank == 0 and parallel.device.type != "meta")
+        checkpoint = checkpoint or Checkpoint(directory)
+        storage = _find_storage(checkpoint, parallel.rank == 0 and parallel.device.type != "meta")
         _check_counts(config, len(checkpoint.tensors))
         indexed = time.monotonic()
         model = build(storage)
@@ -139,16 +147,15 @@ def _check_head_widths(config: KimiConfig) -> None:
             )
 
 
-def _open(directory: str, tells: bool) -> tuple[Checkpoint, str]:
-    """The text model's tensors, and how the routed experts are stored."""
-    checkpoint = Checkpoint(directory)
+def _find_storage(checkpoint: Checkpoint, tells: bool) -> str:
+    """How the routed experts are stored; leaves the checkpoint with the text model's tensors alone."""
     skipped = checkpoint.skip(VISION_PREFIXES)
     if skipped and tells:
         logger.info("%d tensors of %s passed over: this engine serves text only", skipped, ", ".join(VISION_PREFIXES))
     try:
-        return checkpoint, detect_storage(checkpoint.tensors)
+        return detect_storage(checkpoint.tensors)
     except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+        raise CheckpointError(f"{checkpoint.directory}: {error}") from error
 
 
 @torch.inference_mode()

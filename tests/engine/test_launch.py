@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine import launch
+from engine.config import EngineConfig
+from engine.launch import start_engine
+from engine.weights import Checkpoint
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.processes import PYTHON, TORCHRUN, Program, running, until
 
@@ -282,3 +285,13 @@ def test_graphs_end_before_the_process_group_that_they_hold(monkeypatch):
     assert order == ["runner", "group"]
     ranks.close()
     assert order == ["runner", "group", "group"], "a runner ends once"
+
+
+def test_the_headers_of_the_checkpoint_are_read_once(monkeypatch):
+    """For the full one that takes seconds, and what is checked first is what is loaded."""
+    opened = []
+    init = Checkpoint.__init__
+    monkeypatch.setattr(Checkpoint, "__init__", lambda self, path: (opened.append(str(path)), init(self, path))[1])
+    core, ranks = start_engine(EngineConfig(device="cpu", num_threads=1, max_model_len=64))
+    ranks.close()
+    assert opened == [core.config.model]
