@@ -6,29 +6,22 @@ Turns arguments into a configuration, starts or joins the ranks, then is the ser
 from __future__ import annotations
 
 import argparse
-import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine import log
 from engine.collector import spare_the_engine
 from engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
 from engine.errors import EngineDeadError
 from engine.json_files import parse_json
+from engine.signals import Signals
 from engine.weights import CheckpointError
 
-if TYPE_CHECKING:
-    from engine.server.drain import Drain
-
-LINGER_SECONDS, LAST_SECONDS = 1.0, 6.0
-CLOSE_SECONDS = 1  # for connections to close once every answer has ended
 DRAIN_SECONDS = 25.0  # torchrun kills a rank 30 s after SIGTERM
 MOST_SECONDS = 24 * 3600
 MOST_BODY_MB = 1024
@@ -179,24 +172,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
+    _die_at_once_on_signals()
     listener = _bind(arguments.host, arguments.port)
     options = _server_options(arguments)
     from engine.launch import start_engine
+    from engine.load_progress import READY, LoadProgress
     from engine.server.app import create_app
     from engine.server.client import EngineClient
+    from engine.server.http_thread import Server
+    from engine.server.loading import Gate
 
-    _die_at_once_on_signals()
-    core, ranks = start_engine(config, must_exit=True)
-    _listen(listener, ranks.close)
-    server = _Server(ranks.kill, arguments)
-    client = EngineClient(core, server.stop_after_failure, config.max_queued_requests)
-    names = arguments.served_model_name or [core.model_name]
-    server.use(create_app(client, served_model_names=names, **options))
-    spare_the_engine()
+    progress = LoadProgress()
     scheme = "https" if arguments.ssl_certfile else "http"
-    place = f"{names[0]} on {scheme}://{arguments.host}:{listener.getsockname()[1]}"
-    server.run(listener, on_ready=lambda: log.logger.info("serving %s", place))
+    place = f"{scheme}://{arguments.host}:{listener.getsockname()[1]}"
+    gate = Gate(progress.snapshot, options["api_keys"], options["allow_origins"])
+    shared = {name: getattr(arguments, name) for name in ("drain_timeout", "log_level", "ssl_certfile", "ssl_keyfile")}
+    with Server(gate, listener, **shared) as server:
+        log.logger.info("loading; %s/health says how far it is", place)
+        core, ranks = start_engine(config, True, progress, sys.stderr if _shows_bar() else None)
+        client = EngineClient(core, server.stop_after_failure, config.max_queued_requests)
+        names = arguments.served_model_name or [core.model_name]
+        app = create_app(client, served_model_names=names, **options)
+        spare_the_engine()
+        progress.enter(READY)
+        server.open(app, ranks.kill)
+        log.logger.info("serving %s on %s", names[0], place)
+        server.wait()
+        client.close()
     return 1 if client.error else 0
+
+
+def _shows_bar() -> bool:
+    return sys.stderr.isatty() and log.logger.isEnabledFor(logging.INFO)
 
 
 def _work(config: EngineConfig) -> int:
@@ -206,7 +213,7 @@ def _work(config: EngineConfig) -> int:
 
     _die_at_once_on_signals()
     follower, ranks = start_engine(config)
-    signals = _Signals()
+    signals = Signals()
 
     def note(number: int, frame: object) -> None:
         if signals.is_second(number):
@@ -224,7 +231,7 @@ def _die_at_once_on_signals() -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Takes the address before any weight is read; connections are refused until the server is up."""
+    """Takes the address, and listens: of two servers that want one, the later ends before it reads any weight."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -232,18 +239,10 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
+        listener.listen()
     except (OSError, OverflowError, TypeError, ValueError) as error:  # a host name that cannot be encoded
         raise ConfigError(f"cannot listen on {host} port {port} ({error}); choose another with --port.") from None
     return listener
-
-
-def _listen(listener: socket.socket, close_ranks: Callable[[], None]) -> None:
-    """Two servers that start together may both take an address; the one that listens later cannot."""
-    try:
-        listener.listen()
-    except OSError as error:
-        close_ranks()
-        raise ConfigError(f"cannot listen ({error}); choose another port with --port.") from None
 
 
 def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -264,108 +263,6 @@ def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_body_bytes": arguments.max_body_mb * 2**20,
         "sse_keep_alive": arguments.sse_keep_alive,
     }
-
-
-class _Signals:
-    """Tells a second signal from the first. torchrun passes on a Ctrl-C that the terminal sent to every process, so
-    under it the same signal within a second is still the first."""
-
-    def __init__(self):
-        self._first: tuple[int, float] | None = None
-
-    def is_second(self, number: int) -> bool:
-        if self._first is None:
-            self._first = (number, time.monotonic())
-            return False
-        passed_on = number == signal.SIGINT and "TORCHELASTIC_RUN_ID" in os.environ
-        return not (passed_on and self._first[0] == number and time.monotonic() < self._first[1] + 1.0)
-
-
-def _later(seconds: float, action: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
-
-
-class _Server:
-    """uvicorn with our signals: the first lets accepted requests finish, the second ends everything at once.
-
-    While it drains it still listens, so that new calls get a 503 instead of a refused connection."""
-
-    def __init__(self, kill_ranks: Callable[[], None], arguments: argparse.Namespace):
-        self._kill_ranks = kill_ranks
-        self._arguments = arguments
-        self._drain_timeout = arguments.drain_timeout
-        self._drain: Drain | None = None
-        self._drain_task: asyncio.Task | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._signals = _Signals()
-        self._server = None
-        self._failed = False
-
-    def use(self, app) -> None:
-        import uvicorn
-
-        config = uvicorn.Config(
-            app,
-            log_level=self._arguments.log_level,
-            access_log=False,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-            ws="none",
-            ssl_certfile=self._arguments.ssl_certfile,
-            ssl_keyfile=self._arguments.ssl_keyfile,
-        )
-        self._drain = app.state.drain
-        self._server = uvicorn.Server(config)
-        self._server.handle_exit = self._handle_signal
-        self._server.should_exit = self._failed
-
-    def run(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        start = self._server.startup
-
-        async def startup(sockets: list[socket.socket] | None = None) -> None:
-            await start(sockets=sockets)
-            self._loop = asyncio.get_running_loop()
-            on_ready()
-
-        self._server.startup = startup
-        self._server.run(sockets=[listener])
-
-    def stop_after_failure(self, error: BaseException) -> None:
-        """Stays a moment to answer 503. What then still does not end, ends by force: a step may hang for ever."""
-        self._failed = True
-        _later(LINGER_SECONDS, self._stop)
-        _later(LAST_SECONDS, self._end_by_force)
-
-    def _stop(self) -> None:
-        if self._server is not None:
-            self._server.should_exit = True
-
-    def _end_by_force(self) -> None:
-        self._kill_ranks()
-        os._exit(1)
-
-    def _handle_signal(self, number: int, frame: object) -> None:
-        if self._signals.is_second(number):
-            self._kill_ranks()
-            os._exit(128 + number)
-        if self._loop is None:
-            self._server.should_exit = True
-        else:
-            self._loop.call_soon_threadsafe(self._begin_drain)
-
-    def _begin_drain(self) -> None:
-        if self._drain.is_on:  # the same Ctrl-C, passed on
-            return
-        self._drain.begin()
-        log.logger.info("draining: %d calls may take %g s to end", self._drain.num_calls, self._drain_timeout)
-        self._drain_task = asyncio.ensure_future(self._end_after_drain())
-
-    async def _end_after_drain(self) -> None:
-        try:
-            await self._drain.finish(self._drain_timeout)
-        finally:
-            self._stop()
 
 
 if __name__ == "__main__":

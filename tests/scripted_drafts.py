@@ -124,7 +124,7 @@ def build(
         config = replace(config, num_draft_tokens=num_draft_tokens, adaptive_draft_tokens=False)
     drafters: list[ScriptedDrafter] = []
 
-    def load_draft(config, files, parallel, model) -> ScriptedDrafter | None:
+    def load_draft(config, files, parallel, model, progress=None) -> ScriptedDrafter | None:
         if num_draft_tokens is None:
             return None
         drafters.append(ScriptedDrafter(files.model_config.hidden_size))

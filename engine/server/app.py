@@ -8,17 +8,16 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel
-from starlette.middleware.cors import CORSMiddleware
 
 from engine.server import admin, info, metrics, responses
+from engine.server.access_layers import wrap
 from engine.server.chat import create_chat_completion
 from engine.server.client import EngineClient
 from engine.server.completions import create_completion
 from engine.server.context import ServerContext
 from engine.server.docs_page import docs_router
-from engine.server.drain import Drain, DrainMiddleware
+from engine.server.drain import Drain
 from engine.server.errors import install_error_handlers
-from engine.server.middleware import ApiKeyMiddleware, HeadMiddleware, RequestMiddleware
 from engine.server.openapi import body_of, event_of, install_openapi
 from engine.server.page import page_router
 from engine.server.protocol import (
@@ -34,7 +33,6 @@ from engine.version import __version__
 
 MAX_BODY_BYTES = 8 * 2**20
 SSE_KEEP_ALIVE = 10.0  # seconds
-SHOWN_TO_PAGES = ("x-request-id", "retry-after")
 GET_ERRORS = (401, 500, 503)
 POST_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503)
 ANSWER_ERRORS = (*POST_ERRORS, 429, 504)
@@ -144,23 +142,5 @@ def create_app(
     install_error_handlers(app)
     shown = [*dict.fromkeys(body for _, _, body, _ in POSTS), *STREAMED.values()]
     install_openapi(app, shown, needs_key=bool(api_keys))
-    _wrap(app, drain, tuple(api_keys), tuple(allow_origins))
+    wrap(app, tuple(api_keys), tuple(allow_origins), drain)
     return app
-
-
-def _wrap(app: FastAPI, drain: Drain, api_keys: tuple[str, ...], allow_origins: tuple[str, ...]) -> None:
-    """The last one added sees a request first: the browser's question about origins comes without a key, and what
-    refuses a call is told to web pages too."""
-    app.add_middleware(HeadMiddleware)
-    if api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys)
-    app.add_middleware(DrainMiddleware, drain=drain)
-    if allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=allow_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=SHOWN_TO_PAGES,
-        )
-    app.add_middleware(RequestMiddleware)

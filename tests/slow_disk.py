@@ -1,0 +1,59 @@
+"""A disk that stands still: programs started with this PYTHONPATH wait in their reads until a file is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.processes import ROOT
+
+_HOOK = """
+import hashlib, itertools, os, time
+
+def wait():
+    while not os.path.exists({gate!r}):
+        time.sleep(0.01)
+
+preadv, reads = os.preadv, itertools.count()
+
+def slow_preadv(*arguments):
+    if next(reads) >= {free}:
+        wait()
+    return preadv(*arguments)
+
+os.preadv = slow_preadv
+sha256 = hashlib.sha256
+
+class SlowSum:
+    def __init__(self, *arguments, **options):
+        self._sum = sha256(*arguments, **options)
+
+    def update(self, data):
+        if len(data) >= 2**16:
+            open({gate!r} + "-sums", "w").close()
+            wait()
+        self._sum.update(data)
+
+    def __getattr__(self, name):
+        return getattr(self._sum, name)
+
+hashlib.sha256 = SlowSum
+"""
+
+
+class SlowDisk:
+    """In each program the first `free` reads of weights come at once, other reads and checksums after `open`."""
+
+    def __init__(self, directory: Path, free: int = 1):
+        self._gate = directory / "disk-moves"
+        folder = directory / "slow-disk"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(_HOOK.format(gate=str(self._gate), free=free))
+        self.python_path = os.pathsep.join([str(folder), str(ROOT)])
+
+    def open(self) -> None:
+        self._gate.touch()
+
+    @property
+    def sums_have_begun(self) -> bool:
+        return self._gate.with_name(self._gate.name + "-sums").exists()

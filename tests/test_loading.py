@@ -1,0 +1,112 @@
+"""serve.py while it loads from a disk that stands still: what it says, what it leaves behind when it is ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.checksums import write_sums
+from tests.checkpoints import SMALL, build_checkpoint
+from tests.processes import PYTHON, TORCHRUN, Program, running, until
+from tests.slow_disk import SlowDisk
+
+KEY = {"authorization": "Bearer a-key"}
+TORCHRUN_2 = [*TORCHRUN, "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    directory = build_checkpoint(tmp_path_factory.mktemp("small"), SMALL)
+    write_sums(directory, [file.name for file in directory.glob("*.safetensors")])
+    return directory
+
+
+def command(launcher: list[str], model: Path, *options: str) -> list[str]:
+    fixed = ["--device", "cpu", "--num-threads", "1", "--tp", "2", "--ep", "2", "--port", "0", "--model", str(model)]
+    return [*launcher, "serve.py", *fixed, *options]
+
+
+def probe(program: Program) -> httpx.Client:
+    """A client of the server that loads; one connection, kept."""
+    url = program.expect(r"loading; (http://127\.0\.0\.1:\d+)/health")[1]
+    return httpx.Client(base_url=url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=1))
+
+
+def has_begun(http: httpx.Client) -> bool:
+    """Both ranks have read something."""
+    progress = http.get("/health").json()["progress"]
+    return progress["phase"] == "reading weights" and progress["bytes_done"] > 0
+
+
+def test_health_is_503_with_progress_until_the_same_connection_gets_answers(small, tmp_path):
+    """As a readiness probe sees it. Every other call is refused as while the server drains, keys are asked for."""
+    disk = SlowDisk(tmp_path)
+    with running(command(PYTHON, small, "--api-key", "a-key"), tmp_path, PYTHONPATH=disk.python_path) as program:
+        with probe(program) as http:
+            until(lambda: has_begun(http), 60, "bytes have been read")
+            answer = http.get("/health")
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+            body = answer.json()
+            assert (
+                body["status"] == body["error"]["code"] == "loading" and "reading weights" in body["error"]["message"]
+            )
+            assert 0 < body["progress"]["bytes_done"] < body["progress"]["bytes_total"]
+            assert http.get("/v1/models").status_code == 401
+            refused = http.post("/v1/completions", json={"prompt": "The"}, headers=KEY)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "loading"
+            disk.open()
+            until(lambda: http.get("/health").status_code == 200, 60, "it serves")
+            assert http.get("/health").json() == {"status": "ok"}
+            answer = http.post("/v1/completions", json={"prompt": "The", "max_tokens": 2}, headers=KEY)
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+        program.signal(signal.SIGTERM)
+        assert program.ends() == 0 and "Traceback" not in program.output, program.output
+
+
+def shared_memory(program: Program) -> set[str]:
+    """Files of shared memory that its processes have mapped."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in program.commands()]
+    return set(re.findall(r"/dev/shm/\S+", "".join(maps)))
+
+
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "moment"),
+    [
+        pytest.param(PYTHON, signal.SIGINT, "weights", id="python-int"),
+        pytest.param(TORCHRUN_2, signal.SIGTERM, "weights", id="torchrun-term"),
+        pytest.param(PYTHON, signal.SIGTERM, "sums", id="python-term-sums"),
+        pytest.param(TORCHRUN_2, signal.SIGINT, "sums", id="torchrun-int-sums", marks=pytest.mark.slow),
+        pytest.param(PYTHON, signal.SIGTERM, "weights", id="python-term", marks=pytest.mark.slow),
+        pytest.param(TORCHRUN_2, signal.SIGINT, "weights", id="torchrun-int", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_in_mid_load_leaves_nothing(small, tmp_path, launcher, number, moment):
+    """No process, no file, no shared memory, within seconds."""
+    disk, places = SlowDisk(tmp_path), {name: tmp_path / name for name in ("TMPDIR", "XDG_CACHE_HOME")}
+    for place in places.values():
+        place.mkdir()
+    before = contents(small)
+    options = ["--verify-checksums"] if moment == "sums" else []
+    environment = {name: str(place) for name, place in places.items()} | {"PYTHONPATH": disk.python_path}
+    with running(command(launcher, small, *options), tmp_path, **environment) as program:
+        with probe(program) as http:
+            until(lambda: disk.sums_have_begun if options else has_begun(http), 60, "it is in the middle")
+            assert http.get("/health").json()["progress"]["phase"] in ("reading weights", "verifying checksums")
+        mapped = shared_memory(program)
+        program.signal(number)
+        code = program.ends(5)
+        assert code == (-number if launcher is PYTHON else 1), program.output
+        assert launcher is not PYTHON or "Traceback" not in program.output, program.output
+    assert contents(small) == before
+    assert [path for path in mapped if os.path.exists(path)] == []
+    left = [path for place in places.values() for path in place.rglob("*") if path.is_file()]
+    assert left == []
