@@ -18,7 +18,7 @@ import pytest
 
 import serve
 from tests.checkpoints import SMALL, build_checkpoint
-from tests.processes import PYTHON, TORCHRUN, Program, running, serving, until
+from tests.processes import PYTHON, TORCHRUN, Program, serving, until
 
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 TWO_RANKS = ("--tp", "2", "--ep", "2")
@@ -275,18 +275,27 @@ def listening_sockets(pid: int) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.slow
-def test_a_port_taken_while_loading(small, tmp_path):
-    """Two servers that start together may both take the address; the one that listens later ends with the reason."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_servers_that_take_a_port_together_one_gets_it(monkeypatch, is_first):
+    """Both may take the address before one of them listens; the one that listens later hears of it at once."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("0.0.0.0", 0))
-        options = ["--host", "0.0.0.0", "--port", str(other.getsockname()[1]), "--model", small, *TWO_RANKS]
-        with running([*PYTHON, "serve.py", *options], tmp_path) as program:
-            program.expect("without --api-key")
-            other.listen()
-            assert program.ends() == 2
-            assert "serve.py: cannot listen" in program.output and "Traceback" not in program.output, program.output
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        if is_first:
+            with serve._bind("127.0.0.1", port), pytest.raises(OSError, match="in use"):
+                other.listen()
+            return
+        bind = socket.socket.bind
+
+        class Late(socket.socket):
+            def bind(self, address):
+                bind(self, address)
+                other.listen()
+
+        monkeypatch.setattr(serve.socket, "socket", Late)
+        with pytest.raises(serve.ConfigError, match=f"cannot listen on 127.0.0.1 port {port} .*--port"):
+            serve._bind("127.0.0.1", port)
 
 
 def test_the_key_is_asked_for_and_never_shown(small, tmp_path):

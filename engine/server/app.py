@@ -16,7 +16,7 @@ from engine.server.client import EngineClient
 from engine.server.completions import create_completion
 from engine.server.context import ServerContext
 from engine.server.docs_page import docs_router
-from engine.server.drain import Drain
+from engine.server.drain import PROBE, Drain
 from engine.server.errors import install_error_handlers
 from engine.server.openapi import body_of, event_of, install_openapi
 from engine.server.page import page_router
@@ -57,10 +57,11 @@ POSTS = (
     ("/v1/detokenize", info.detokenize, DetokenizeRequest, responses.DetokenizedPrompt),
     ("/abort_request", admin.abort_request, AbortRequest, responses.Aborted),
 )
+LOADING = {503: {"model": responses.Loading | responses.ErrorResponse}}
 GETS = (
     ("/v1/models", info.list_models, responses.ModelList, ()),
     ("/v1/models/{model_id:path}", info.get_model, responses.ModelCard, (404,)),
-    ("/health", info.health, responses.Health, ()),
+    (PROBE, info.health, responses.Health, ()),
     ("/health_generate", admin.health_generate, responses.Health, (429, 504)),
     ("/expert_load", info.expert_load, responses.ExpertLoad, (404,)),
     ("/load", info.load, responses.Load, ()),
@@ -84,7 +85,11 @@ def _router() -> APIRouter:
         )
     for path, handler, answer, statuses in GETS:
         router.add_api_route(
-            path, handler, methods=["GET"], response_model=answer, responses=errors(*GET_ERRORS, *statuses)
+            path,
+            handler,
+            methods=["GET"],
+            response_model=answer,
+            responses=errors(*GET_ERRORS, *statuses) | (LOADING if path == PROBE else {}),
         )
     router.add_api_route(
         "/flush_cache",

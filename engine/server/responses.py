@@ -190,6 +190,26 @@ class Health(ResponseModel):
     status: Literal["ok"]
 
 
+class StartProgress(ResponseModel):
+    """Bytes of weights over all ranks, which grow in the phase "reading weights"; `rank_behind`: whom the others wait
+    for."""
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    percent: int
+    gb_per_second: float
+    seconds_left: float | None
+    rank_behind: int | None
+
+
+class Loading(ErrorResponse):
+    """What /health answers before the engine stands."""
+
+    status: Literal["loading"]
+    progress: StartProgress
+
+
 class Load(ResponseModel):
     """Answers that run and wait; `max_queued_requests` of them may wait (null: any number). Blocks of the KV cache are
     "free", "cached" or "held"."""
