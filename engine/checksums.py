@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.config import ConfigError
 from engine.json_files import read_text
+from engine.load_progress import SUMS, LoadProgress
 from engine.log import logger
 from engine.weights import CheckpointError
 
@@ -27,8 +28,14 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
-def verify(directory: Path, names: Sequence[str], seconds_between_lines: float = 10.0) -> None:
-    """Reads the files whole, several at once, and compares each with its checksum; progress goes to the log.
+def verify(
+    directory: Path,
+    names: Sequence[str],
+    seconds_between_lines: float = 10.0,
+    load_progress: LoadProgress | None = None,
+) -> None:
+    """Reads the files whole, several at once, and compares each with its checksum; progress goes to the log, and to
+    load_progress.
 
     Raises CheckpointError naming the file, ConfigError where nothing says what the sums should be."""
     wanted = expected_sums(directory)
@@ -41,7 +48,7 @@ def verify(directory: Path, names: Sequence[str], seconds_between_lines: float =
         if name not in wanted:
             raise CheckpointError(f"{directory / name}: no checksum is known of it; fetch the list of checksums again.")
     sizes = {name: (directory / name).stat().st_size for name in names}
-    progress = Progress(sum(sizes.values()), seconds_between_lines)
+    progress = Progress(sum(sizes.values()), seconds_between_lines, load_progress or LoadProgress())
     for name, found in _sums(directory, sorted(names, key=sizes.get, reverse=True), progress.add):
         if found != wanted[name]:
             raise CheckpointError(
@@ -117,14 +124,16 @@ def _sum_of(path: Path, add: Callable[[int], None], stop: threading.Event) -> st
 class Progress:
     """Says now and then in the log how many bytes are done, how fast, and how long it will take."""
 
-    def __init__(self, total: int, seconds_between_lines: float):
+    def __init__(self, total: int, seconds_between_lines: float, load_progress: LoadProgress):
         self._total, self._between = total, seconds_between_lines
-        self._lock, self._done = threading.Lock(), 0
+        self._lock, self._done, self._load_progress = threading.Lock(), 0, load_progress
+        load_progress.expect(total, SUMS)
         self._started = self._last = time.monotonic()
 
     def add(self, count: int) -> None:
         with self._lock:
             self._done += count
+            self._load_progress.add(count)
             now = time.monotonic()
             is_due = now - self._last >= self._between
             if is_due:

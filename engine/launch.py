@@ -34,7 +34,7 @@ from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.load_display import shown
-from engine.load_progress import STARTING, SUMS, LoadProgress
+from engine.load_progress import STARTING, LoadProgress
 from engine.model_files import ModelFiles
 from engine.model_loading import check_model, open_checkpoint, verify_checksums
 from engine.model_runner import ModelRunner
@@ -173,6 +173,7 @@ def start_engine(
     progress.enter(STARTING)
     ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
+        progress.join(ranks.rank, ranks.world_size, ranks.store)
         if ranks.rank:
             return _build(config, files, ranks, checkpoint, progress), ranks
         with shown(progress, terminal):
@@ -190,9 +191,9 @@ def _check(config: EngineConfig, files: ModelFiles, progress: LoadProgress, worl
     if expected is not None and os.environ.get("RANK", "0") == "0":
         log.logger.info("preflight: %s", expected)
     if config.verify_checksums:
-        progress.enter(SUMS)
         local = (os.environ.get(name, default) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-        verify_checksums(config, files, *(map(int, local) if world_size > 1 else ()))
+        place, places = map(int, local) if world_size > 1 else (0, 1)
+        verify_checksums(files, place, places, progress)
     return checkpoint
 
 
@@ -203,7 +204,9 @@ def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ra
     ranks = Ranks(rank, world_size, rank, store)
     config = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
     ranks.control = ControlClient(store, rank, _patience(config))
-    return _build(config, ModelFiles.read(config), ranks, None, LoadProgress()), ranks
+    progress = LoadProgress()
+    progress.join(rank, world_size, store)
+    return _build(config, ModelFiles.read(config), ranks, None, progress), ranks
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
@@ -310,7 +313,6 @@ def _build(
     config: EngineConfig, files: ModelFiles, ranks: Ranks, checkpoint: Checkpoint | None, progress: LoadProgress
 ) -> EngineCore | Follower:
     try:
-        progress.join(ranks.rank, ranks.world_size, ranks.store)
         _agree(config, files, ranks)
         parallel = _parallel_state(config, ranks)
         if ranks.control is not None:

@@ -14,7 +14,7 @@ from engine.log import logger
 LINE_SECONDS = 5.0
 TICK_SECONDS = 0.5
 MENTIONED_SECONDS = 1.0  # a load that took less is not mentioned
-_BAR_WIDTH = 24
+_LEAST_WIDTH, _MOST_WIDTH = 6, 24
 _CLEAR = "\x1b[K"
 
 
@@ -58,9 +58,13 @@ class LoadDisplay:
 
 
 def bar(shot: Snapshot, columns: int) -> str:
-    """`[######------] 5.00 of 10.00 GB (50 %), ...`, no longer than the terminal is wide."""
-    filled = _BAR_WIDTH * shot.percent // 100
-    return f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] {shot.words()}"[: max(columns - 1, 0)]
+    """`[######------] 5.00 of 10.00 GB (50 %), ...`, no longer than the terminal is wide: words come first."""
+    words, room = shot.words(), max(columns - 1, 0)
+    width = min(_MOST_WIDTH, room - len(words) - len("[] "))
+    if width < _LEAST_WIDTH:
+        return words[:room]
+    filled = width * shot.percent // 100
+    return f"[{'#' * filled}{'-' * (width - filled)}] {words}"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ where rank 0 looks them up.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,8 +123,8 @@ def _of(num_ranks: int) -> str:
 
 
 class LoadProgress:
-    """This rank's count, and on rank 0 what the others have said of theirs. `add` belongs to the thread that loads;
-    `poll` and `snapshot` may be another's."""
+    """This rank's count, and on rank 0 what the others have said of theirs. `add` is for one
+    thread at a time; `poll` and `snapshot` may be another's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.phase = CHECKING
@@ -133,19 +134,21 @@ class LoadProgress:
         self._reported = clock()
 
     def join(self, rank: int, world_size: int, store: Store | None) -> None:
-        """The ranks are there; before any weight is read. store: None for a rank that is alone."""
+        """The ranks are there; counts begin anew, before any weight is read. store: None for a rank alone."""
         self._rank, self._seen = rank, [(Share(), self._clock())] * world_size
+        self._began = None
         self._store = None if store is None or world_size == 1 else store.clone()
 
     def enter(self, phase: str) -> None:
         self.phase = phase
 
-    def expect(self, num_bytes: int) -> None:
-        """This rank is about to read so many bytes, more than it has said before."""
-        self.phase = READING
+    def expect(self, num_bytes: int, phase: str = READING) -> None:
+        """This rank is about to read so many bytes, beside those that it has said before."""
+        self.phase = phase
         self._began = self._clock() if self._began is None else self._began
         self._note(self._rank, Share(self._share.done, self._share.total + num_bytes))
         self._report()
+        self._reported = -math.inf  # the first bytes are told at once: no others may come for long
 
     def add(self, num_bytes: int) -> None:
         self._note(self._rank, Share(self._share.done + num_bytes, self._share.total))

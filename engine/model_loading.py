@@ -51,14 +51,16 @@ def check_model(config: EngineConfig, files: ModelFiles, checkpoint: Checkpoint 
     return expected
 
 
-def verify_checksums(config: EngineConfig, files: ModelFiles, place: int = 0, places: int = 1) -> None:
+def verify_checksums(files: ModelFiles, place: int = 0, places: int = 1, progress: LoadProgress | None = None) -> None:
     """Compares the weight files of model and draft with their checksums; of `places` processes each takes its part.
+    progress: counts the bytes of this one's.
 
     A draft that nothing is known of is passed over. Raises CheckpointError naming the file, ConfigError."""
-    checksums.verify(files.directory, [file.name for file in weight_files(files.directory)][place::places])
+    names = [file.name for file in weight_files(files.directory)]
+    checksums.verify(files.directory, names[place::places], load_progress=progress)
     if files.draft is not None and checksums.expected_sums(Path(files.draft.directory)):
         names = [file.name for file in weight_files(files.draft.directory)]
-        checksums.verify(Path(files.draft.directory), names[place::places])
+        checksums.verify(Path(files.draft.directory), names[place::places], load_progress=progress)
 
 
 def gpu_bytes() -> int:

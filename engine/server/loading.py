@@ -19,7 +19,6 @@ from engine.server.access_layers import wrap
 from engine.server.drain import PROBE
 from engine.server.errors import ApiError
 
-CODE = "loading"
 USUAL_WAIT, LONGEST_WAIT = 5, 60
 """Seconds for Retry-After: where the time left is not known, and at most, since an estimate may be wrong."""
 
@@ -59,8 +58,8 @@ def answer(shot: Snapshot, is_probe: bool) -> JSONResponse:
     message = "This server is loading and takes no requests yet; try again."
     if is_probe:
         message = f"This server is loading: {shot.phase}" + (f", {shot.words()}." if shot.total else ".")
-    error = ApiError(503, message, code=CODE, headers={"retry-after": str(_wait(shot))})
-    numbers = {"status": CODE, "progress": shot.as_dict()} if is_probe else {}
+    error = ApiError(503, message, code="loading", headers={"retry-after": str(_wait(shot))})
+    numbers = {"status": "loading", "progress": shot.as_dict()} if is_probe else {}
     return JSONResponse(error.body() | numbers, status_code=error.status, headers=error.headers)
 
 

@@ -191,8 +191,7 @@ class Health(ResponseModel):
 
 
 class StartProgress(ResponseModel):
-    """Bytes of weights over all ranks, which grow in the phase "reading weights"; `rank_behind`: whom the others wait
-    for."""
+    """Bytes of weights over all ranks in the phase "reading weights"; `rank_behind`: whom the others wait for."""
 
     phase: str
     bytes_done: int

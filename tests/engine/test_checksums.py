@@ -12,6 +12,7 @@ from engine import checksums
 from engine.checksums import SUMS_NAME, expected_sums, verify, write_sums
 from engine.config import ConfigError, EngineConfig
 from engine.launch import start_engine
+from engine.load_progress import SUMS, LoadProgress
 from engine.model_files import ModelFiles
 from engine.model_loading import verify_checksums
 from engine.weights import CheckpointError, weight_files
@@ -117,13 +118,22 @@ def test_progress_is_told_while_files_are_read(sound, monkeypatch, caplog):
     assert all("GB/s of" in line and "s left" in line for line in lines[:-1]) and size > 3 << 14
 
 
+def test_the_bytes_of_a_comparison_are_counted_for_health(sound):
+    progress, names = LoadProgress(), names_of(sound)
+    verify(sound, names, load_progress=progress)
+    size = sum((sound / name).stat().st_size for name in names)
+    assert progress.snapshot().shares == ((size, size),) and progress.phase == SUMS
+    progress.join(0, 1, None)
+    assert progress.snapshot().shares == ((0, 0),), "weights are counted anew"
+
+
 def test_processes_share_the_files(sound, monkeypatch):
     read = []
-    monkeypatch.setattr(checksums, "verify", lambda directory, names: read.append(names))
+    monkeypatch.setattr(checksums, "verify", lambda directory, names, load_progress: read.append(names))
     config = EngineConfig(str(sound), device="cpu", dtype="float32")
     files = ModelFiles.read(config)
     for place in range(2):
-        verify_checksums(config, files, place, 2)
+        verify_checksums(files, place, 2)
     assert sorted(read[0] + read[1]) == names_of(sound)
 
 

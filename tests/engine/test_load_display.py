@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from engine import load_display
+from engine import load_display, log
 from engine.load_display import LoadDisplay, bar, shown
 from engine.load_progress import MEASURING, LoadProgress
 from engine.log import logger
@@ -67,7 +67,9 @@ def test_a_bar_stays_in_its_line_and_is_erased_at_the_end(lines):
 def test_a_bar_is_no_wider_than_the_terminal():
     clock = Clock()
     (progress,) = world(clock, 1, 100)
-    assert [len(bar(progress.snapshot(), columns)) for columns in (0, 1, 20)] == [0, 0, 19]
+    shot = progress.snapshot()
+    assert [len(bar(shot, columns)) for columns in (0, 1, 20, 60, 80, 300)] == [0, 0, 19, 59, 69, 69]
+    assert bar(shot, 50) == shot.words(), "words come first"
 
 
 def test_a_load_that_fails_leaves_no_thread_and_no_bar(monkeypatch):
@@ -96,3 +98,17 @@ def test_a_store_that_is_gone_is_said_once(lines, monkeypatch):
         assert gone.wait(20)
         raise KeyboardInterrupt
     assert lines() == ["the other ranks' progress is not known any more: connection reset"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_line_of_the_log_replaces_the_bar(monkeypatch, is_terminal):
+    before = logger.handlers[:], logger.level, logger.propagate
+    stderr = io.StringIO()
+    stderr.isatty = lambda: is_terminal
+    monkeypatch.setattr(log.sys, "stderr", stderr)
+    try:
+        log.setup()
+        logger.info("a line")
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    assert stderr.getvalue().startswith("\x1b[K") == is_terminal and stderr.getvalue().endswith("[rank 0] a line\n")
