@@ -8,16 +8,17 @@ from pathlib import Path
 from tests.processes import ROOT
 
 _HOOK = """
-import hashlib, itertools, os, time
+import hashlib, os, sys, time
 
 def wait():
     while not os.path.exists({gate!r}):
         time.sleep(0.01)
 
-preadv, reads = os.preadv, itertools.count()
+preadv = os.preadv
 
 def slow_preadv(*arguments):
-    if next(reads) >= {free}:
+    reader = sys._getframe(1).f_locals
+    if reader["job"].span is not reader["self"]._spans[0]:
         wait()
     return preadv(*arguments)
 
@@ -42,13 +43,13 @@ hashlib.sha256 = SlowSum
 
 
 class SlowDisk:
-    """In each program the first `free` reads of weights come at once, other reads and checksums after `open`."""
+    """In each program a reader's first span of weights comes at once, others and checksums after `open`."""
 
-    def __init__(self, directory: Path, free: int = 1):
+    def __init__(self, directory: Path):
         self._gate = directory / "disk-moves"
         folder = directory / "slow-disk"
         folder.mkdir()
-        (folder / "sitecustomize.py").write_text(_HOOK.format(gate=str(self._gate), free=free))
+        (folder / "sitecustomize.py").write_text(_HOOK.format(gate=str(self._gate)))
         self.python_path = os.pathsep.join([str(folder), str(ROOT)])
 
     def open(self) -> None:

@@ -14,7 +14,7 @@ from engine.doctor.simulate import COLLECTIVE_HOPS
 from engine.doctor.team import Outcome, World
 
 H200_EFFICIENCY = Efficiency(
-    {1: 0.354, 4: 0.417, 8: 0.497, 64: 0.658},
+    {1: 0.351, 4: 0.415, 8: 0.496, 64: 0.656},
     "one rank's share of the full model on an H200, measured without communication (benchmarks/step_tp8_h200.json)",
 )
 
