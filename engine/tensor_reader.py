@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,12 +28,14 @@ MOST_RING_BYTES = 2**30
 
 
 class Wish(NamedTuple):
-    """A tensor and the slice of each of its dimensions that is wanted; on_host: not on the device."""
+    """A tensor and the slice of each of its dimensions that is wanted; on_host: not on the device; is_everywhere: each
+    rank wants just these rows."""
 
     name: str
     header: TensorHeader
     part: tuple[slice, ...]
     on_host: bool = False
+    is_everywhere: bool = False
 
     @property
     def rows(self) -> range:
@@ -68,10 +70,10 @@ def plan(wishes: list[Wish], span_bytes: int = SPAN_BYTES) -> list[Span]:
     """File by file in the order of the files. Of one file integers come last, as the words of packed matrices: their
     scales, which are small, can be kept until then, and nothing else need be.
 
-    Rows of which columns are wanted make common spans: the ranks that want the other columns read them too."""
+    What other ranks read too makes common spans: tensors that are everywhere, and rows of which columns are wanted."""
     files: dict[object, dict[tuple[bool, bool], list[Extent]]] = defaultdict(lambda: defaultdict(list))
     for wish in wishes:
-        files[wish.header.file][wish.header.dtype == "I32", wish.cuts_columns].append(wish.extent)
+        files[wish.header.file][wish.header.dtype == "I32", wish.is_everywhere or wish.cuts_columns].append(wish.extent)
     spans: list[Span] = []
     for parts in files.values():
         for (_, is_common), extents in sorted(parts.items()):
@@ -89,19 +91,34 @@ def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch
 
     What lies on the host is valid until the next is asked for. Raises OSError as files do.
     """
-    on_gpu = device.type == "cuda"
+    reader = open_reader(plan(wishes), device)
+    yield from hand_out(wishes, reader, reader, device)
+
+
+def open_reader(spans: list[Span], device: torch.device) -> ExtentReader:
+    return ExtentReader(spans, ring_bytes=ring_bytes(spans), pinned=device.type == "cuda", direct=True)
+
+
+def hand_out(
+    wishes: list[Wish], extents: Iterable[tuple[Extent, torch.Tensor]], reader: ExtentReader, device: torch.device
+) -> Iterator[tuple[Wish, torch.Tensor]]:
+    """What `read` yields, of the extents of just these wishes, in whatever order they come from `reader`."""
     names: dict[Extent, deque[Wish]] = defaultdict(deque)
     for wish in wishes:
         names[wish.extent].append(wish)
-    spans = plan(wishes)
-    reader = ExtentReader(spans, ring_bytes=ring_bytes(spans), pinned=on_gpu, direct=True)
-    for extent, bytes_B in reader:
+    for extent, bytes_B in extents:
         wish = names[extent].popleft()
-        if not on_gpu or wish.on_host:
+        if wish.on_host or device.type != "cuda":
             yield wish, wish.view(bytes_B)
             continue
         on_device_B = bytes_B.to(device, non_blocking=True)
+        keep_until_copied(reader, device)
+        yield wish, wish.view(on_device_B)
+
+
+def keep_until_copied(reader: ExtentReader, device: torch.device) -> None:
+    """The reader's present buffer is used again only when the copies to `device` that were asked for are done."""
+    if device.type == "cuda":
         copied = torch.cuda.Event()
         copied.record()
         reader.release_with(copied.synchronize)
-        yield wish, wish.view(on_device_B)

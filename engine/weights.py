@@ -7,17 +7,18 @@ checked before any weight is read. Nothing in the directory is executed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from engine import tensor_reader
+from engine import shared_reads, tensor_reader
 from engine.checkpoint_headers import CheckpointError, TensorHeader, read_headers
 from engine.config import ConfigError
 from engine.json_files import read_json
 from engine.load_progress import LoadProgress
+from engine.shared_reads import Gather
 from engine.tensor_reader import Wish
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -30,6 +31,7 @@ class TensorSpec(NamedTuple):
     part: this rank's slice along each dimension, None where the rank needs nothing of it (it is still checked).
     store: takes the slice that was read; raises ValueError where the values themselves make no sense.
     on_host: a table that `store` looks at itself, which on a device would mean to wait for it.
+    is_everywhere: each rank wants the same rows, if perhaps other columns of them, and says so.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class TensorSpec(NamedTuple):
     part: tuple[slice, ...] | None
     store: Callable[[torch.Tensor], None]
     on_host: bool = False
+    is_everywhere: bool = False
 
 
 class Checkpoint:
@@ -98,15 +101,17 @@ class Checkpoint:
         specs: dict[str, TensorSpec],
         device: torch.device | None = None,
         progress: LoadProgress | None = None,
+        gather: Gather | None = None,
     ) -> None:
         """Reads this rank's part of each tensor and hands it to its store, on `device`, by default the host; `specs`
-        must have passed `check`. A store must copy what it keeps. progress: counts the bytes.
+        must have passed `check`. A store must copy what it keeps. progress: counts the bytes. gather: how ranks that
+        load at the same time give each other what all of them want; None: each reads for itself.
 
         Raises CheckpointError naming file and tensor."""
         wishes, checks, progress = self.wishes(specs), FiniteChecks(), progress or LoadProgress()
         progress.expect(sum(wish.extent.size for wish in wishes))
         try:
-            for wish, value in tensor_reader.read(wishes, device or torch.device("cpu")):
+            for wish, value in _read(wishes, device or torch.device("cpu"), gather):
                 _store(specs[wish.name], wish, value, checks)
                 progress.add(wish.extent.size)
         except OSError as error:
@@ -116,7 +121,7 @@ class Checkpoint:
     def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
         """What of the files this rank reads."""
         return [
-            Wish(name, self.tensors[name], spec.part, spec.on_host)
+            Wish(name, self.tensors[name], spec.part, spec.on_host, spec.is_everywhere)
             for name, spec in specs.items()
             if spec.part is not None
         ]
@@ -125,6 +130,10 @@ class Checkpoint:
         """This rank's part of one tensor, once more, on the host."""
         ((_, value),) = tensor_reader.read([Wish(name, self.tensors[name], spec.part)], torch.device("cpu"))
         return value
+
+
+def _read(wishes: list[Wish], device: torch.device, gather: Gather | None) -> Iterator[tuple[Wish, torch.Tensor]]:
+    return tensor_reader.read(wishes, device) if gather is None else shared_reads.read(wishes, device, gather)
 
 
 def _store(spec: TensorSpec, wish: Wish, value: torch.Tensor, checks: FiniteChecks) -> None:

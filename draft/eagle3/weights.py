@@ -19,6 +19,7 @@ from engine.layers.dummy import fill_dummy
 from engine.layers.embedding import Embedding, LMHead
 from engine.load_progress import LoadProgress
 from engine.log import logger
+from engine.shared_reads import gather_if_faster
 from engine.weights import Checkpoint, CheckpointError
 
 GPU_HEAD_DIMS = (32, 64, 128)
@@ -85,7 +86,7 @@ def _load_checkpoint(
     specs = {names.get(name, name): spec for name, spec in model.specs(set(names)).items()}
     checkpoint.check(specs)
     if parallel.device.type != "meta":
-        checkpoint.load(specs, parallel.device, progress)
+        checkpoint.load(specs, parallel.device, progress, gather_if_faster(parallel))
     return model
 
 

@@ -14,7 +14,7 @@ from engine.comm.dispatcher import Norm, TokenDispatcher
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.table import Kernels, Routing
 from engine.layers.linear import Linear, whole
-from engine.layers.parameter import FLOAT_TYPES, WHOLE, copy_into, empty, reordered
+from engine.layers.parameter import WHOLE, empty, reordered, spec
 from engine.layers.quant import FloatExperts
 from engine.weights import TensorSpec
 
@@ -65,7 +65,7 @@ class Router(nn.Module):
 
     def specs(self, prefix: str, slots: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         """slots: the expert of each of the router's rows, None for the checkpoint's order."""
-        bias = TensorSpec(tuple(self.bias.shape), FLOAT_TYPES, (WHOLE,), copy_into(self.bias))
+        bias = spec(tuple(self.bias.shape), (WHOLE,), self.bias)
         specs = self.first.specs(prefix) | {f"{prefix}gate.e_score_correction_bias": bias}
         if slots is None:
             return specs

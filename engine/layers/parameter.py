@@ -11,7 +11,7 @@ from engine import host_memory
 from engine.weights import TensorSpec
 
 FLOAT_TYPES = ("BF16", "F32", "F16")
-WHOLE = slice(None)
+WHOLE = slice(None)  # of every rank, where a rank's own slice could be as long as the whole
 _LARGE_BYTES = 2**20
 
 
@@ -45,5 +45,5 @@ def reordered(spec: TensorSpec, order: Sequence[int]) -> TensorSpec:
 
 
 def spec(shape: tuple[int, ...], part: tuple[slice, ...], target: torch.Tensor) -> TensorSpec:
-    """A float tensor of which `part` is copied into `target`."""
-    return TensorSpec(shape, FLOAT_TYPES, part, copy_into(target))
+    """A float tensor of which `part` is copied into `target`. WHOLE rows are whole on every rank."""
+    return TensorSpec(shape, FLOAT_TYPES, part, copy_into(target), is_everywhere=part[0] == WHOLE)

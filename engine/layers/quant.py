@@ -79,7 +79,9 @@ class FloatExperts(nn.Module):
     def _wanted(self, name: str, is_here: bool) -> dict[str, TensorSpec]:
         """How a matrix's name goes on -> what is wanted of that tensor, the store left open."""
         part = self._part(name, self.columns) if is_here else None
-        return {"weight": TensorSpec(self._shape(name), FLOAT_TYPES, part, _nothing)}
+        return {
+            "weight": TensorSpec(self._shape(name), FLOAT_TYPES, part, _nothing, is_everywhere=self._is_shared(name))
+        }
 
     def _stores(self, name: str, index: int) -> tuple[_Store, ...]:
         """Of the tensors of `_wanted`; index: of the expert among this rank's."""
@@ -94,6 +96,10 @@ class FloatExperts(nn.Module):
         if name == "down_proj":
             return self.down[index]
         return self.gate_up[index].chunk(2)[name == "up_proj"]
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether every rank reads this matrix's rows: all have all experts, and each its columns of them."""
+        return name == "down_proj" and len(self.local) == self.num_experts
 
     def _part(self, name: str, columns: slice) -> tuple[slice, ...]:
         return (WHOLE, columns) if name == "down_proj" else (columns, WHOLE)
@@ -112,6 +118,7 @@ class Int4Experts(FloatExperts):
         if width % GROUP_SIZE:
             raise ValueError(f"{width} input columns of an expert are not whole groups of {GROUP_SIZE}.")
         words = scales = shape = None
+        shared = self._is_shared(name)
         if is_here:
             is_down = name == "down_proj"
             words, scales = (
@@ -119,8 +126,8 @@ class Int4Experts(FloatExperts):
             )
             shape = (WHOLE,)
         return {
-            "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing),
-            "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing),
+            "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing, is_everywhere=shared),
+            "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing, is_everywhere=shared),
             "weight_shape": TensorSpec((2,), ("I32", "I64"), shape, _nothing, on_host=True),
         }
 

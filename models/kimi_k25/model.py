@@ -22,6 +22,7 @@ from engine.layers.linear import Linear, whole
 from engine.layers.mla import MLA, AttentionInputs
 from engine.layers.moe import DenseFeedForward, MoEFeedForward, Router
 from engine.layers.norm import RMSNorm
+from engine.layers.parameter import WHOLE
 from engine.layers.quant import EXPERT_STORAGE
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
 from engine.weights import TensorSpec
@@ -134,7 +135,7 @@ class KimiModel(nn.Module):
         shared, shared_down = None, None
         if config.n_shared_experts:
             inner = config.moe_intermediate_size * config.n_shared_experts
-            columns = slice(0, inner) if self.shards_tokens else parallel.split(inner, "shared expert columns")
+            columns = WHOLE if self.shards_tokens else parallel.split(inner, "shared expert columns")
             shared = (inner, columns)
             parts = {"shared_experts.down_proj": whole(config.hidden_size)}
             shared_down = Linear(inner, parts, self.dtype, parallel.device, columns)

@@ -20,6 +20,7 @@ from engine.layers.expert_check import BOUNDS, largest_error
 from engine.layers.quant import MATRICES, detect_storage
 from engine.load_progress import LoadProgress
 from engine.log import logger
+from engine.shared_reads import gather_if_faster
 from engine.weights import Checkpoint, CheckpointError, TensorSpec
 from models.kimi_k25.config import KimiConfig
 from models.kimi_k25.model import VISION_PREFIXES, KimiModel
@@ -48,7 +49,8 @@ class OpenedModel:
         progress: counts the bytes that are read.
 
         Raises CheckpointError naming file and tensor, ConfigError for a self-test that fails."""
-        self.checkpoint.load(self.specs, self.model.parallel.device, progress)
+        parallel = self.model.parallel
+        self.checkpoint.load(self.specs, parallel.device, progress, gather_if_faster(parallel))
         if self_test and self.storage == "int4" and self.model.config.moe_layers:
             _test_experts(self.model, self.checkpoint, self.specs, self.prefix)
 
