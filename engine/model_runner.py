@@ -81,13 +81,8 @@ class ModelRunner:
         self.hold_caches(self.num_blocks)
         if recorder is not None:
             self.capture_all(recorder)
-        logger.info(
-            "%s experts over %s, attention %s; %s",
-            f"ep={parallel.ep}",
-            self.dispatchers.name,
-            self.model.backend.name,
-            self.limits.sentence(),
-        )
+        experts, attention = self.dispatchers.name, self.model.backend.name
+        logger.info("ep=%d experts over %s, attention %s; %s", parallel.ep, experts, attention, self.limits.sentence())
         if self.num_guesses and self.verifiable(1) == [0]:
             logger.warning("no step has room for a guess: the draft is of no use; raise max_num_batched_tokens.")
         self.prefill_times = rehearsal.prefill_times(self) if self.overlaps and config.longest_step is not None else []

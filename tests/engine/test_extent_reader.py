@@ -91,7 +91,8 @@ def test_leaving_early_ends_threads_and_files(files):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
 
 
-def test_no_more_than_the_ring_is_held(files, monkeypatch):
+def sizes_of_buffers(monkeypatch) -> list[int]:
+    """Of those that readers make from now on."""
     sizes = []
     buffer = extent_reader._Buffer
 
@@ -101,6 +102,11 @@ def test_no_more_than_the_ring_is_held(files, monkeypatch):
             sizes.append(size)
 
     monkeypatch.setattr(extent_reader, "_Buffer", Counted)
+    return sizes
+
+
+def test_no_more_than_the_ring_is_held(files, monkeypatch):
+    sizes = sizes_of_buffers(monkeypatch)
     extents = [Extent(files[-1], i * 8192, 8192) for i in range(30)]
     assert len(list(ExtentReader(plan_spans(extents, 8192), span_bytes=8192, ring_bytes=3 * 8192))) == 30
     assert sizes == [8192] * 3
@@ -151,15 +157,7 @@ def test_a_direct_read_that_is_refused_goes_through_the_page_cache(files, monkey
 
 
 def test_long_spans_share_buffers_too(files, monkeypatch):
-    sizes = []
-    buffer = extent_reader._Buffer
-
-    class Counted(buffer):
-        def __init__(self, size, pinned):
-            super().__init__(size, pinned)
-            sizes.append(size)
-
-    monkeypatch.setattr(extent_reader, "_Buffer", Counted)
+    sizes = sizes_of_buffers(monkeypatch)
     extents = [Extent(files[-1], i * 12_288, 12_288) for i in range(20)]
     reader = ExtentReader(plan_spans(extents, 8192), span_bytes=8192, ring_bytes=4 * 8192)
     assert len(list(reader)) == 20 and sizes == [16_384] * 2
