@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
+from models.kimi_k25.synthetic import Plan, write
 from tests.dispatch_world import PLAIN
-from tests.processes import ROOT
+from tests.processes import ROOT, TORCHRUN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 
@@ -186,6 +188,81 @@ def test_every_dispatcher_is_timed_in_graphs(tmp_path):
     for name, times in found.items():
         assert all(1e-6 < t < 5e-3 for t in times), (name, times)
     assert found["allreduce"][0] < 1e-4, "two all-reduces and norms of one row in a graph, far from eager launches"
+
+
+TOGETHER = """
+import json, os, sys
+from unittest import mock
+import torch, torch.distributed as dist
+from engine.comm.parallel_state import ParallelState
+from engine.comm.peers import peer_obstacle
+from engine.config import EngineConfig
+from engine.model_files import ModelFiles
+from engine.model_loading import load_share
+from engine.shared_reads import Gather, gather_if_faster
+
+directory, ep, moe_comm = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+parallel = ParallelState(rank, 2, ep, device)
+config = EngineConfig(directory, device="cuda", dtype="bfloat16", tp=2, ep=ep, moe_comm=moe_comm)
+files = ModelFiles.read(config)
+
+def load(gather):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with mock.patch("models.kimi_k25.weights.gather_if_faster", lambda _: gather):
+        parameters = dict(load_share(config, files, parallel).named_parameters())
+    weights = sum(p.nbytes for p in parameters.values())
+    return parameters, torch.cuda.max_memory_allocated() - before - weights
+
+alone, _ = load(None)
+calls = parallel.meter.calls
+together, beyond = load(Gather.over(parallel))
+found = {
+    "same": alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone),
+    "exchanges": parallel.meter.calls - calls,
+    "beyond": beyond,
+    "chosen": gather_if_faster(parallel) is not None,
+    "peers": peer_obstacle(parallel) is None,
+}
+dist.destroy_process_group()
+if rank == 0:
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory) -> Path:
+    """0.4 GB: several times the reader's ring."""
+    sizes = {
+        "num_hidden_layers": 6, "n_routed_experts": 16, "hidden_size": 2048, "intermediate_size": 4096,
+        "moe_intermediate_size": 512, "num_attention_heads": 16, "vocab_size": 4096,
+    }  # fmt: skip
+    directory = tmp_path_factory.mktemp("made_up")
+    write(Plan.of(sizes, {"vt_num_hidden_layers": 0}), directory)
+    return directory
+
+
+@pytest.mark.parametrize(("ep", "moe_comm"), [(1, "auto"), (2, "auto"), (2, "nccl_a2a")])
+def test_gpus_that_read_together_hold_the_same_parameters(made_up, tmp_path, ep, moe_comm):
+    """Pieces go from a pinned ring to the device and over NCCL, while the ring is filled again."""
+    (tmp_path / "together.py").write_text(TOGETHER)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(tmp_path / "together.py")]
+    done = subprocess.run(
+        [*command, str(made_up), str(ep), moe_comm],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert found["same"] and found["exchanges"] > 6
+    assert found["chosen"] == found["peers"]
+    assert found["beyond"] < 2e9
 
 
 def test_more_ranks_than_gpus_are_refused():
