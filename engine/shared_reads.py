@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
     def spans(self, rank: int) -> list[Span]:
         spans = [span for batch in self.batches for span in plan_spans(f.extent for f in batch.fragments(rank))]
-        return spans + plan_spans(wish.extent for wish in self.own)
+        return spans + tensor_reader.plan(self.own)
 
 
 def plan(wishes: list[Wish], num_ranks: int) -> list[Step]:
