@@ -172,18 +172,22 @@ if rank == 0:
 """
 
 
-def test_every_dispatcher_is_timed_in_graphs(tmp_path):
-    (tmp_path / "times.py").write_text(TIMES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def on_two_ranks(script: Path, *arguments: str) -> dict:
+    """The JSON object that a rank of `script` prints."""
     done = subprocess.run(
-        [*command, str(tmp_path / "times.py")],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_every_dispatcher_is_timed_in_graphs(tmp_path):
+    (tmp_path / "times.py").write_text(TIMES)
+    found = on_two_ranks(tmp_path / "times.py")
     assert set(found) >= {"reference", "allreduce", "nccl_a2a"}
     for name, times in found.items():
         assert all(1e-6 < t < 5e-3 for t in times), (name, times)
@@ -250,16 +254,7 @@ def made_up(tmp_path_factory) -> Path:
 def test_gpus_that_read_together_hold_the_same_parameters(made_up, tmp_path, ep, moe_comm):
     """Pieces go from a pinned ring to the device and over NCCL, while the ring is filled again."""
     (tmp_path / "together.py").write_text(TOGETHER)
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(tmp_path / "together.py")]
-    done = subprocess.run(
-        [*command, str(made_up), str(ep), moe_comm],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    found = on_two_ranks(tmp_path / "together.py", str(made_up), str(ep), moe_comm)
     assert found["same"] and found["exchanges"] > 6
     assert found["chosen"] == found["peers"]
     assert found["beyond"] < 2e9
