@@ -19,8 +19,8 @@ from engine.collector import spare_the_engine
 from engine.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
 from engine.errors import EngineDeadError
 from engine.json_files import parse_json
+from engine.loading.weights import CheckpointError
 from engine.signals import Signals
-from engine.weights import CheckpointError
 
 DRAIN_SECONDS = 25.0  # torchrun kills a rank 30 s after SIGTERM
 MOST_SECONDS = 24 * 3600
@@ -176,7 +176,7 @@ def _serve(config: EngineConfig, arguments: argparse.Namespace) -> int:
     listener = _bind(arguments.host, arguments.port)
     options = _server_options(arguments)
     from engine.launch import start_engine
-    from engine.load_progress import READY, LoadProgress
+    from engine.loading.progress import READY, LoadProgress
     from engine.server.app import create_app
     from engine.server.client import EngineClient
     from engine.server.http_thread import Server

@@ -33,14 +33,14 @@ from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
-from engine.load_display import shown
-from engine.load_progress import STARTING, LoadProgress
+from engine.loading.display import shown
+from engine.loading.progress import STARTING, LoadProgress
+from engine.loading.weights import Checkpoint
 from engine.model_files import ModelFiles
 from engine.model_loading import check_model, open_checkpoint, verify_checksums
 from engine.model_runner import ModelRunner
 from engine.replica import Replica
 from engine.tokenizer import Tokenizer
-from engine.weights import Checkpoint
 
 _CONFIG_KEY = "turnout/config"
 _START_TIMEOUT = timedelta(minutes=10)

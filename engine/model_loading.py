@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from draft.base import Drafter, TargetShape
-from engine import cache_plan, checksums, preflight
+from engine import cache_plan, preflight
 from engine.attention import backend as attention_backends
 from engine.comm import choice, choice_rule
 from engine.comm import dispatcher as dispatchers
@@ -19,9 +19,10 @@ from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.expert_map import ExpertMap
 from engine.kernels import table as kernel_table
-from engine.load_progress import LoadProgress
+from engine.loading import checksums
+from engine.loading.progress import LoadProgress
+from engine.loading.weights import Checkpoint, CheckpointError, weight_files
 from engine.model_files import ModelFiles
-from engine.weights import Checkpoint, CheckpointError, weight_files
 
 
 def open_checkpoint(config: EngineConfig, files: ModelFiles) -> Checkpoint | None:

@@ -24,7 +24,8 @@ from engine.grammar import Grammars
 from engine.graph import CudaRecorder, DecodeGraph, GraphRunner, Recorder, capture_obstacle
 from engine.host_blocks import HostBlocks
 from engine.input_batch import InputBatch
-from engine.load_progress import MEASURING, LoadProgress
+from engine.loading.progress import MEASURING, LoadProgress
+from engine.loading.weights import Checkpoint
 from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.model_loading import dispatch_limits, draft_dispatcher, load_draft, load_share
@@ -34,7 +35,6 @@ from engine.sampling import LogitShaper, SampledLogprobs, gather_logprobs
 from engine.scheduler import ScheduledRequest, SchedulerOutput
 from engine.segments import SegmentRunner
 from engine.step_output import ModelRunnerOutput, PromptLogprobs, ReadBuffers
-from engine.weights import Checkpoint
 
 LOGIT_ROWS = 256
 

@@ -24,8 +24,8 @@ from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError, EngineConfig
 from engine.kernels import table as kernel_table
 from engine.layers.embedding import Embedding, LMHead
+from engine.loading.weights import has_packed_experts
 from engine.model_files import DraftFiles, read_model_config
-from engine.weights import has_packed_experts
 
 STEP_BYTES = 2 * 10**9
 """Activations of the largest step, the library's own buffers and the context: an allowance, not a count."""

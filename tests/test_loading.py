@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.checksums import write_sums
+from engine.loading.checksums import write_sums
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.processes import PYTHON, TORCHRUN, Program, running, until
 from tests.slow_disk import SlowDisk

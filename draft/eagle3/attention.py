@@ -20,7 +20,7 @@ from engine.kernels.table import Kernels
 from engine.layers.linear import Linear, whole
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class DraftAttention(Protocol):

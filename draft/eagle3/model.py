@@ -18,7 +18,7 @@ from engine.layers.embedding import Embedding, LMHead
 from engine.layers.linear import Linear, whole
 from engine.layers.moe import DenseFeedForward
 from engine.layers.norm import RMSNorm
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class Eagle3Model(nn.Module):

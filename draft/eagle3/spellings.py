@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.layers.hyper_parameters import short
-from engine.weights import CheckpointError
+from engine.loading.weights import CheckpointError
 
 EAGLE_KEYS = frozenset(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.layers.parameter import WHOLE
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class VocabularyMap:

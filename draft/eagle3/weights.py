@@ -17,10 +17,10 @@ from engine.json_files import read_json
 from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
 from engine.layers.embedding import Embedding, LMHead
-from engine.load_progress import LoadProgress
+from engine.loading.progress import LoadProgress
+from engine.loading.shared_reads import gather_if_faster
+from engine.loading.weights import Checkpoint, CheckpointError
 from engine.log import logger
-from engine.shared_reads import gather_if_faster
-from engine.weights import Checkpoint, CheckpointError
 
 GPU_HEAD_DIMS = (32, 64, 128)
 GPU_LATENT_WIDTHS = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}

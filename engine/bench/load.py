@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from engine import page_cache
 from engine.bench.load_arms import DISK_ARMS, pieces_of
 from engine.bench.load_ranks import Ranks
 from engine.bench.report import MeasurementError, Report, model_name, summarise
 from engine.config import DEVICES, DTYPES, ConfigError, EngineConfig
-from engine.extent_reader import Extent
-from engine.weights import CheckpointError, weight_files
+from engine.loading import page_cache
+from engine.loading.extent_reader import Extent
+from engine.loading.weights import CheckpointError, weight_files
 
 ARMS = ("disk", "load", "safe_open")
 MOST_CACHED = 0.01  # of the files' pages, for an arm that is to begin without

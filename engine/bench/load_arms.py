@@ -20,11 +20,11 @@ from safetensors import safe_open
 from engine.bench.load_memory import MemoryTrace
 from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
-from engine.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
+from engine.loading.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
+from engine.loading.tensor_reader import Wish
 from engine.log import logger
 from engine.model_files import ModelFiles
 from engine.model_loading import open_share
-from engine.tensor_reader import Wish
 
 CHUNK_BYTES = 16 * 2**20
 DISK_THREADS = 4

@@ -17,7 +17,7 @@ import torch
 from engine.bench.load_arms import RankLoad, extents_as_plain, extents_from_plain, quiet
 from engine.bench.report import MeasurementError
 from engine.config import ConfigError, EngineConfig
-from engine.extent_reader import Extent
+from engine.loading.extent_reader import Extent
 
 _ROOT = Path(__file__).resolve().parents[2]
 

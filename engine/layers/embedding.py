@@ -14,7 +14,7 @@ from engine.comm.collectives import all_gather, all_reduce
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.table import Kernels
 from engine.layers.parameter import WHOLE, empty, spec
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class _VocabularyShard(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.layers.parameter import WHOLE, empty, spec
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class Linear(nn.Module):

@@ -19,7 +19,7 @@ from engine.kernels import reference
 from engine.kernels.table import Kernels
 from engine.layers.linear import Linear, whole
 from engine.layers.norm import RMSNorm
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class AttentionInputs(NamedTuple):

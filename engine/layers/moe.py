@@ -16,7 +16,7 @@ from engine.kernels.table import Kernels, Routing
 from engine.layers.linear import Linear, whole
 from engine.layers.parameter import WHOLE, empty, reordered, spec
 from engine.layers.quant import FloatExperts
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class Router(nn.Module):

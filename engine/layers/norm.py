@@ -7,7 +7,7 @@ from torch import nn
 
 from engine.kernels.table import Kernels
 from engine.layers.parameter import WHOLE, empty, spec
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 
 
 class RMSNorm(nn.Module):

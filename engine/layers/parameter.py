@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine import host_memory
-from engine.weights import TensorSpec
+from engine.loading import host_memory
+from engine.loading.weights import TensorSpec
 
 FLOAT_TYPES = ("BF16", "F32", "F16")
 WHOLE = slice(None)  # of every rank, where a rank's own slice could be as long as the whole

@@ -14,7 +14,7 @@ from torch import nn
 from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
 from engine.layers.parameter import FLOAT_TYPES, WHOLE, empty
-from engine.weights import TensorHeader, TensorSpec
+from engine.loading.weights import TensorHeader, TensorSpec
 
 GROUP_SIZE = 32
 _HOST_ROWS = 64  # of a matrix that the host expands at once

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.load_progress import Snapshot
+from engine.loading.progress import Snapshot
 from engine.server.access_layers import wrap
 from engine.server.drain import PROBE
 from engine.server.errors import ApiError

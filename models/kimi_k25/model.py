@@ -25,7 +25,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.parameter import WHOLE
 from engine.layers.quant import EXPERT_STORAGE
 from engine.layers.rotary import RotaryEmbedding, softmax_scale
-from engine.weights import TensorSpec
+from engine.loading.weights import TensorSpec
 from models.kimi_k25.config import KimiConfig
 
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")

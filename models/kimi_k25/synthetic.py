@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checksums import SUMS_NAME, write_sums
 from engine.config import FULL_CONFIG, TINY_CHECKPOINT
 from engine.json_files import read_json
+from engine.loading.checksums import SUMS_NAME, write_sums
+from engine.loading.weights import INDEX_NAME
 from engine.tokenizer import NUM_SPECIAL_TOKENS, synthetic_ranks, write_ranks
-from engine.weights import INDEX_NAME
 from models.kimi_k25.layout import PlannedFile, plan_files
 from models.kimi_k25.synthetic_values import Values
 

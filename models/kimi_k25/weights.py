@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.checkpoint_headers import without_collection
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError
 from engine.expert_map import ExpertMap
@@ -18,10 +17,11 @@ from engine.kernels.table import Kernels
 from engine.layers.dummy import fill_dummy
 from engine.layers.expert_check import BOUNDS, largest_error
 from engine.layers.quant import MATRICES, detect_storage
-from engine.load_progress import LoadProgress
+from engine.loading.checkpoint_headers import without_collection
+from engine.loading.progress import LoadProgress
+from engine.loading.shared_reads import gather_if_faster
+from engine.loading.weights import Checkpoint, CheckpointError, TensorSpec
 from engine.log import logger
-from engine.shared_reads import gather_if_faster
-from engine.weights import Checkpoint, CheckpointError, TensorSpec
 from models.kimi_k25.config import KimiConfig
 from models.kimi_k25.model import VISION_PREFIXES, KimiModel
 from models.kimi_k25.sizes import held_as

@@ -14,7 +14,7 @@ import pytest
 from engine import launch
 from engine.config import EngineConfig
 from engine.launch import start_engine
-from engine.weights import Checkpoint
+from engine.loading.weights import Checkpoint
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.processes import PYTHON, TORCHRUN, Program, running, until
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import tensor_reader
-from engine.checkpoint_headers import CheckpointError, read_header
-from engine.tensor_reader import Wish
-from engine.weights import FiniteChecks
+from engine.loading import tensor_reader
+from engine.loading.checkpoint_headers import CheckpointError, read_header
+from engine.loading.tensor_reader import Wish
+from engine.loading.weights import FiniteChecks
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -203,7 +203,7 @@ from engine.comm.peers import peer_obstacle
 from engine.config import EngineConfig
 from engine.model_files import ModelFiles
 from engine.model_loading import load_share
-from engine.shared_reads import Gather, gather_if_faster
+from engine.loading.shared_reads import Gather, gather_if_faster
 
 directory, ep, moe_comm = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 rank = int(os.environ["RANK"])

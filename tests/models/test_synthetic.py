@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
-from engine.checksums import verify
-from engine.weights import INDEX_NAME, Checkpoint, CheckpointError
+from engine.loading.checksums import verify
+from engine.loading.weights import INDEX_NAME, Checkpoint, CheckpointError
 from models.kimi_k25 import synthetic
 from models.kimi_k25.synthetic import Plan, write
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from draft.base import TargetShape
 from engine.comm.parallel_state import ParallelState
 from engine.kernels.reference_kernels import ReferenceKernels
-from engine.weights import CheckpointError
+from engine.loading.weights import CheckpointError
 from tests.drafts import K25_LLAMA, K25_MLA, DraftShape, draft_config, write_draft
 from tests.eagle3_runs import HIDDEN, LENGTHS, LLAMA, MLA, VOCABULARY, Run, load, target_weights, texts
 

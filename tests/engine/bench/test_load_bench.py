@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine import page_cache
 from engine.bench import load
 from engine.bench.__main__ import main
 from engine.bench.load_arms import CHUNK_BYTES, pieces_of
 from engine.bench.load_memory import MemoryTrace
 from engine.bench.report import MeasurementError
-from engine.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
+from engine.loading import page_cache
+from engine.loading.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
 from models.kimi_k25.synthetic import Plan, write
 from tests.processes import until
 

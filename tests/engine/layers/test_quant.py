@@ -11,7 +11,7 @@ from engine.comm.parallel_state import ParallelState
 from engine.kernels import reference
 from engine.layers import quant
 from engine.layers.quant import EXPERT_STORAGE, detect_storage
-from engine.weights import TensorHeader
+from engine.loading.weights import TensorHeader
 from tests.checkpoints import pack_int4, quantize_int4
 
 EXPERTS, WIDTH, INNER = 4, 64, 128

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from engine.load_progress import CHECKING, LoadProgress, Share, Snapshot
+from engine.loading.progress import CHECKING, LoadProgress, Share, Snapshot
 from engine.server import responses
 from engine.server.app import create_app
 from engine.server.client import EngineClient

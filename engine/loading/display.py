@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from engine.load_progress import READING, LoadProgress, Snapshot
+from engine.loading.progress import READING, LoadProgress, Snapshot
 from engine.log import logger
 
 LINE_SECONDS = 5.0

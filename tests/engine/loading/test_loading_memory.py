@@ -11,7 +11,7 @@ import torch
 
 from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
-from engine.extent_reader import RING_BYTES
+from engine.loading.extent_reader import RING_BYTES
 from engine.model_files import ModelFiles
 from engine.model_loading import load_share
 from models.kimi_k25.synthetic import Plan, write

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint_headers import TensorHeader
-from engine.tensor_reader import Wish
-from engine.weights import FiniteChecks
+from engine.loading.checkpoint_headers import TensorHeader
+from engine.loading.tensor_reader import Wish
+from engine.loading.weights import FiniteChecks
 
 WISH = Wish("w", TensorHeader(Path("a.safetensors"), "BF16", (1,)), (slice(None),))
 BAD = (float("nan"), -float("nan"), float("inf"), -float("inf"))

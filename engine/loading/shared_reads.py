@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine import tensor_reader
 from engine.comm.collectives import all_gather
 from engine.comm.parallel_state import ParallelState
 from engine.comm.peers import peer_obstacle
-from engine.extent_reader import ALIGNMENT, SPAN_BYTES, Extent, Span, plan_spans
-from engine.tensor_reader import Wish
+from engine.loading import tensor_reader
+from engine.loading.extent_reader import ALIGNMENT, SPAN_BYTES, Extent, Span, plan_spans
+from engine.loading.tensor_reader import Wish
 
 BATCH_BYTES = 4 * SPAN_BYTES
 _PLACE = 16  # bytes; where a tensor of any type may begin

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine import host_memory, page_cache
+from engine.loading import host_memory, page_cache
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common file systems
 SPAN_BYTES = 16 * 2**20

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from engine.config import ConfigError
 from engine.json_files import read_text
-from engine.load_progress import SUMS, LoadProgress
+from engine.loading.progress import SUMS, LoadProgress
+from engine.loading.weights import CheckpointError
 from engine.log import logger
-from engine.weights import CheckpointError
 
 SUMS_NAME = "SHA256SUMS"
 _READ_BYTES = 4 * 2**20

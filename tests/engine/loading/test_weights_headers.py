@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint_headers import CheckpointError, read_header, read_headers
-from engine.weights import Checkpoint
+from engine.loading.checkpoint_headers import CheckpointError, read_header, read_headers
+from engine.loading.weights import Checkpoint
 
 
 def write(path, header: bytes, data: bytes = b"1234"):

@@ -8,14 +8,14 @@ import subprocess
 
 import pytest
 
-from engine import checksums
-from engine.checksums import SUMS_NAME, expected_sums, verify, write_sums
 from engine.config import ConfigError, EngineConfig
 from engine.launch import start_engine
-from engine.load_progress import SUMS, LoadProgress
+from engine.loading import checksums
+from engine.loading.checksums import SUMS_NAME, expected_sums, verify, write_sums
+from engine.loading.progress import SUMS, LoadProgress
+from engine.loading.weights import CheckpointError, weight_files
 from engine.model_files import ModelFiles
 from engine.model_loading import verify_checksums
-from engine.weights import CheckpointError, weight_files
 from tests.checkpoints import SMALL, build_checkpoint
 
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine import shared_reads, tensor_reader
-from engine.checkpoint_headers import CheckpointError, TensorHeader, read_headers
 from engine.config import ConfigError
 from engine.json_files import read_json
-from engine.load_progress import LoadProgress
-from engine.shared_reads import Gather
-from engine.tensor_reader import Wish
+from engine.loading import shared_reads, tensor_reader
+from engine.loading.checkpoint_headers import CheckpointError, TensorHeader, read_headers
+from engine.loading.progress import LoadProgress
+from engine.loading.shared_reads import Gather
+from engine.loading.tensor_reader import Wish
 
 INDEX_NAME = "model.safetensors.index.json"
 NOT_FINITE = "holds a value that is not a number or infinite; fetch the file again."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.load_progress import CHECKING, MEASURING, READING, LoadProgress
+from engine.loading.progress import CHECKING, MEASURING, READING, LoadProgress
 
 
 class DictStore(dict):

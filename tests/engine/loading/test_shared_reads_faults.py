@@ -15,7 +15,7 @@ from tests.processes import PYTHON, ROOT, running
 SECONDS = 30.0  # far less than the ten minutes that a process group waits
 TOGETHER = """
 import os, signal
-from engine import shared_reads
+from engine.loading import shared_reads
 
 def gather(parallel):
     gather, calls = shared_reads.Gather.over(parallel), []

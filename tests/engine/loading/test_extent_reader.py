@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import extent_reader
-from engine.extent_reader import ALIGNMENT, Extent, ExtentReader, FileChangedError, plan_spans
+from engine.loading import extent_reader
+from engine.loading.extent_reader import ALIGNMENT, Extent, ExtentReader, FileChangedError, plan_spans
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.config import ConfigError
-from engine.weights import CheckpointError
+from engine.loading.weights import CheckpointError
 from tests import oracle
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.damage import DAMAGES

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import shared_reads, tensor_reader
-from engine.checkpoint_headers import TensorHeader
 from engine.comm.parallel_state import ParallelState
 from engine.config import EngineConfig
-from engine.extent_reader import ALIGNMENT, SPAN_BYTES
+from engine.loading import shared_reads, tensor_reader
+from engine.loading.checkpoint_headers import TensorHeader
+from engine.loading.extent_reader import ALIGNMENT, SPAN_BYTES
+from engine.loading.shared_reads import BATCH_BYTES, Gather
+from engine.loading.tensor_reader import TYPES, Wish
 from engine.model_files import ModelFiles
 from engine.model_loading import load_share
-from engine.shared_reads import BATCH_BYTES, Gather
-from engine.tensor_reader import TYPES, Wish
 from tests.checkpoints import SMALL, build_checkpoint
 from tests.damage import replace
 from tests.gloo_ranks import on_ranks

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint_headers import TensorHeader
-from engine.extent_reader import RING_BYTES, SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
+from engine.loading.checkpoint_headers import TensorHeader
+from engine.loading.extent_reader import RING_BYTES, SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -7,12 +7,13 @@ import logging
 import threading
 
 import pytest
+from tests.engine.loading.test_progress import Clock, DictStore, world
 
-from engine import load_display, log
-from engine.load_display import LoadDisplay, bar, shown
-from engine.load_progress import MEASURING, LoadProgress
+from engine import log
+from engine.loading import display
+from engine.loading.display import LoadDisplay, bar, shown
+from engine.loading.progress import MEASURING, LoadProgress
 from engine.log import logger
-from tests.engine.test_load_progress import Clock, DictStore, world
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_bar_is_no_wider_than_the_terminal():
 
 
 def test_a_load_that_fails_leaves_no_thread_and_no_bar(monkeypatch):
-    monkeypatch.setattr(load_display, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(display, "TICK_SECONDS", 0.001)
     terminal, drew = io.StringIO(), threading.Event()
     terminal.flush = drew.set
     (progress,) = world(Clock(), 1)
@@ -85,7 +86,7 @@ def test_a_load_that_fails_leaves_no_thread_and_no_bar(monkeypatch):
 
 
 def test_a_store_that_is_gone_is_said_once(lines, monkeypatch):
-    monkeypatch.setattr(load_display, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(display, "TICK_SECONDS", 0.001)
     progress, gone = LoadProgress(), threading.Event()
 
     class GoneStore(DictStore):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from engine import host_memory
 from engine.comm.parallel_state import ParallelState
 from engine.layers.parameter import empty
+from engine.loading import host_memory
 
 
 @pytest.mark.parametrize("size", [0, 1, 4097, 5 * 2**20 + 3])

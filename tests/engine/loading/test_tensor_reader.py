@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import tensor_reader
-from engine.checkpoint_headers import TensorHeader, read_header
-from engine.extent_reader import RING_BYTES, Extent, Span
-from engine.tensor_reader import MOST_RING_BYTES, TYPES, Wish
+from engine.loading import tensor_reader
+from engine.loading.checkpoint_headers import TensorHeader, read_header
+from engine.loading.extent_reader import RING_BYTES, Extent, Span
+from engine.loading.tensor_reader import MOST_RING_BYTES, TYPES, Wish
 
 CPU = torch.device("cpu")
 
