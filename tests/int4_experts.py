@@ -33,3 +33,25 @@ def random_routing(
     ids = scores.topk(top_k, dim=-1).indices.int()
     weights = torch.rand(rows, top_k, generator=generator, device=generator.device) + 0.1
     return torch.where(ids < here, ids, -1), weights
+
+
+def pack_cases(device: torch.device) -> list[tuple]:
+    """(name, tiles to fill, the same for the twin, (packed, scale), half) of one expert, for `int4_pack.pack_into`."""
+    generator, cases = torch.Generator().manual_seed(11), []
+    for name, rows, columns, half, dtype in (
+        ("one column of tiles", 128, 128, None, torch.bfloat16),
+        ("down", 256, 384, None, torch.float32),
+        ("gate", 128, 256, 0, torch.bfloat16),
+        ("up", 128, 384, 1, torch.float16),
+    ):
+        packed, scale = (half_.to(device) for half_ in random_matrix(rows, 2 * columns, generator))
+        matrix = packed[:, columns // 8 :], scale.to(dtype)[:, columns // 32 :]  # a rank's columns of whole rows
+        tiles = []
+        for _ in range(2):
+            width, expert_width = (rows, columns) if half is None else (columns, rows)
+            experts = empty_experts(1, width, expert_width, device)
+            which = (experts.down_words, experts.down_scales)
+            which = which if half is None else (experts.gate_up_words, experts.gate_up_scales)
+            tiles.append(tuple(tensor[0].zero_() for tensor in which))
+        cases.append((name, *tiles, matrix, half))
+    return cases

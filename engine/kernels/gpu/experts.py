@@ -16,7 +16,8 @@ import triton
 from engine.kernels.gpu.device import architecture_memory, block_memory, num_processors
 from engine.kernels.gpu.experts_kernels import act_kernel, down_kernel, gate_up_kernel, sum_kernel
 from engine.kernels.gpu.experts_plan import BLOCK_ROWS, Plan, plan_blocks
-from engine.kernels.gpu.int4 import half_of_gate_up, pack_int4, unpack_tiles
+from engine.kernels.gpu.int4 import half_of_gate_up, unpack_tiles
+from engine.kernels.gpu.int4_pack import pack_into
 from engine.kernels.gpu.pdl import launch_options
 
 INVARIANT_ROWS = 64
@@ -114,18 +115,12 @@ def empty_experts(num_experts: int, width: int, expert_width: int, device: torch
 
 def put_gate_or_up(experts: PackedExperts, index: int, is_up: bool, packed: torch.Tensor, scale: torch.Tensor) -> None:
     """Packs one gate or up matrix of the checkpoint (int32 [I, D/8], scale [I, D/32]) into its place."""
-    device = experts.gate_up_words.device
-    tiles = pack_int4(packed.to(device), scale.to(device), 32)
-    for target, value in zip((experts.gate_up_words, experts.gate_up_scales), tiles, strict=True):
-        half_of_gate_up(target[index], is_up).copy_(value.unflatten(2, (4, 8)))
+    pack_into(experts.gate_up_words[index], experts.gate_up_scales[index], packed, scale, int(is_up))
 
 
 def put_down(experts: PackedExperts, index: int, packed: torch.Tensor, scale: torch.Tensor) -> None:
     """Packs one down matrix of the checkpoint (int32 [D, I/8], scale [D, I/32]) into its place."""
-    device = experts.down_words.device
-    words, scales = pack_int4(packed.to(device), scale.to(device))
-    experts.down_words[index].copy_(words)
-    experts.down_scales[index].copy_(scales)
+    pack_into(experts.down_words[index], experts.down_scales[index], packed, scale)
 
 
 def expanded(packed: PackedExperts) -> tuple[torch.Tensor, torch.Tensor]:
