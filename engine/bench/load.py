@@ -172,9 +172,8 @@ def _row(
 
 
 def _host_beyond(sample: dict[str, Any]) -> int:
-    """The peak beyond weights that are on the host; pinned memory may count twice, once as the process's."""
-    weights = 0 if sample["gpu_peak"] else sample["weights"]
-    return max(sample["host_peak"] - weights, 0) + sample["pinned_peak"]
+    """The peak beyond weights that are on the host."""
+    return max(sample["host_peak"] - (0 if sample["gpu_peak"] else sample["weights"]), 0)
 
 
 def _notes(args: argparse.Namespace, measured: dict[str, list[dict[str, Any]]]) -> list[str]:

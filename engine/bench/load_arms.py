@@ -33,8 +33,8 @@ DISK_THREADS = 4
 @dataclass
 class Sample:
     """One arm on one rank. began, ended: of the host's monotonic clock. num_bytes: that the arm was to read;
-    from_disk: what of the disk's reads this process caused, None if unknown. host_peak, pinned_peak, gpu_peak: beyond
-    what there was before. weights: bytes of what was kept. parts: seconds of its parts."""
+    from_disk: what of the disk's reads this process caused, None if unknown. host_peak, of it pinned_peak, and
+    gpu_peak: beyond what there was before. weights: bytes of what was kept. parts: seconds of its parts."""
 
     began: float
     ended: float

@@ -17,8 +17,8 @@ POINTS = 20
 
 @dataclass
 class MemoryTrace:
-    """Of a `with` block. All bytes are beyond those at its begin; a GPU's are the allocator's, pinned ones the most
-    that torch has had at once."""
+    """Of a `with` block. All bytes are beyond those at its begin; a GPU's are the allocator's. Pinned ones are the most
+    that torch has had at once, and lie within the host's: a process's resident memory grows by them."""
 
     on_gpu: bool
     host_peak: int = 0
