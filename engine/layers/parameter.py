@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from engine.loading import host_memory
+from engine.loading.tensor_reader import Store
 from engine.loading.weights import TensorSpec
 
 FLOAT_TYPES = ("BF16", "F32", "F16")
@@ -25,7 +26,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Par
     return torch.nn.Parameter(zeros, requires_grad=False)
 
 
-def copy_into(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def copy_into(target: torch.Tensor) -> Store:
     """A store that converts and copies what was read into `target`."""
 
     def store(value: torch.Tensor) -> None:
@@ -41,9 +42,17 @@ def reordered(spec: TensorSpec, order: Sequence[int]) -> TensorSpec:
     def store(value: torch.Tensor) -> None:
         spec.store(value[rows])
 
-    return spec._replace(store=store)
+    return spec._replace(store=store, rows=None)
 
 
 def spec(shape: tuple[int, ...], part: tuple[slice, ...], target: torch.Tensor) -> TensorSpec:
-    """A float tensor of which `part` is copied into `target`. WHOLE rows are whole on every rank."""
-    return TensorSpec(shape, FLOAT_TYPES, part, copy_into(target), is_everywhere=part[0] == WHOLE)
+    """A float tensor of which `part` is copied into `target`, a long one in pieces. WHOLE rows are whole on every
+    rank."""
+    return TensorSpec(
+        shape,
+        FLOAT_TYPES,
+        part,
+        copy_into(target),
+        is_everywhere=part[0] == WHOLE,
+        rows=lambda rows: copy_into(target[rows]),
+    )

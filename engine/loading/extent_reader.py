@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,11 +19,12 @@ from typing import NamedTuple
 import torch
 
 from engine.loading import host_memory, page_cache
+from engine.loading.read_way import ReadWay
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common file systems
 SPAN_BYTES = 16 * 2**20
 RING_BYTES = 8 * SPAN_BYTES  # so that of long spans, too, some are read ahead
-PIECE_BYTES = 4 * 2**20  # of one read, so that several threads share a span
+PIECE_BYTES = SPAN_BYTES  # of one read: disks are faster by large ones, and several threads share a longer span
 MOST_SKIPPED = 256 * 2**10  # reading over a gap of so much costs less than another request
 
 
@@ -122,32 +124,37 @@ class _Job:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+def num_reading() -> int:
+    """Threads that read at once: enough to keep a fast disk busy, and no more than a small machine has cores for."""
+    return min(8, max(4, (os.cpu_count() or 1) // 2))
+
+
 class ExtentReader:
-    """Iterates over (extent, bytes uint8 [size]) of spans, in their order.
+    """Iterates over (span, bytes uint8 [span.size]), in the order of the spans.
 
-    The bytes of an extent are valid until the next one is asked for, whose reading may overwrite them. Where a device
-    copies from them meanwhile, `release_with` says how to wait for that.
+    The bytes of a span are valid until the next one is asked for, whose reading may overwrite them; behind its last
+    extent they may be anything. Where a device copies from them meanwhile, `release_with` says how to wait for that.
 
-    num_threads read at once; at most ring_bytes are held, or one span where that is longer. direct: past the page cache
-    (O_DIRECT) what is not in it already and is no common span, where the file system can. Raises OSError as the reads
-    do, FileChangedError for a file that ends too early. Iterate once; leaving the iterator, however that happens, ends
-    the threads.
+    num_threads read at once; at most ring_bytes are held, or one span where that is longer. way: whether to read past
+    the page cache (O_DIRECT) what is not in it already and is no common span, where the file system can; None: never.
+    Raises OSError as the reads do, FileChangedError for a file that ends too early. Iterate once; leaving the iterator,
+    however that happens, ends the threads.
     """
 
     def __init__(
         self,
         spans: Iterable[Span],
         *,
-        num_threads: int = 4,
+        num_threads: int | None = None,
         span_bytes: int = SPAN_BYTES,
         ring_bytes: int = RING_BYTES,
         pinned: bool = False,
-        direct: bool = False,
+        way: ReadWay | None = None,
     ):
         self._spans = list(spans)
         self.num_bytes = 0  # read so far, gaps included
         self._span_bytes, self._ring_bytes = _up(span_bytes), ring_bytes
-        self._pinned, self._direct = pinned, direct and hasattr(os, "O_DIRECT")
+        self._pinned, self._way = pinned, way if hasattr(os, "O_DIRECT") else None
         self._free: list[_Buffer] = []
         self._held_bytes = 0
         self._pieces: deque[tuple[_Job, int, int]] = deque()
@@ -156,15 +163,14 @@ class ExtentReader:
         self._files: dict[tuple[Path, bool], int] = {}
         self._last: _Buffer | None = None
         self._release: Callable[[], None] = _nothing
-        self._threads = [
-            threading.Thread(target=self._work, name=f"reader-{i}", daemon=True) for i in range(num_threads)
-        ]
+        count = num_threads or num_reading()
+        self._threads = [threading.Thread(target=self._work, name=f"reader-{i}", daemon=True) for i in range(count)]
 
     def release_with(self, wait: Callable[[], None]) -> None:
         """The present span's buffer is used again only after `wait` has returned, e.g. an event's `synchronize`."""
         self._release = wait
 
-    def __iter__(self) -> Iterator[tuple[Extent, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Span, torch.Tensor]]:
         waiting, jobs = deque(self._spans), deque()
         for thread in self._threads:
             thread.start()
@@ -180,9 +186,7 @@ class ExtentReader:
                 if job.error is not None:
                     raise job.error
                 self._release = _nothing
-                for extent in job.span.extents:
-                    begin = extent.offset - job.span.start
-                    yield extent, job.buffer.bytes_B[begin : begin + extent.size]
+                yield job.span, job.buffer.bytes_B[: job.span.size]
                 self._give_back_last()
                 self._last = job.buffer
                 job.buffer.wait = self._release
@@ -266,9 +270,18 @@ class ExtentReader:
             return None if self._closed else self._pieces.popleft()
 
     def _read(self, job: _Job, start: int, stop: int) -> None:
-        """The last span of a file may end behind the file's end, by less than the alignment."""
+        """A piece, by the way that `way` says; what common spans and cached pieces took tells it nothing."""
+        if self._way is None or job.span.is_common or self._is_cached(job, start, stop):
+            self._fill(job, start, stop, False)
+            return
+        began, is_direct = time.monotonic(), self._way.is_direct(stop - start)
+        if self._fill(job, start, stop, is_direct) == is_direct:
+            self._way.tell(is_direct, stop - start, time.monotonic() - began)
+
+    def _fill(self, job: _Job, start: int, stop: int, direct: bool) -> bool:
+        """Whether all of it could be read as `direct` says. The last span of a file may end behind the file's end, by
+        less than the alignment."""
         file = job.span.extents[0].file
-        direct = self._direct and not job.span.is_common and not self._is_cached(job, start, stop)
         view = memoryview(job.buffer.bytes_B.numpy())
         wanted = max(extent.stop for extent in job.span.extents) - job.span.start
         while start < min(stop, wanted):
@@ -282,6 +295,7 @@ class ExtentReader:
             if count == 0:
                 raise FileChangedError(f"{file} ends at byte {job.span.start + start}: it was cut while being read.")
             start += count
+        return direct
 
     def _is_cached(self, job: _Job, start: int, stop: int) -> bool:
         """Whether the kernel says that half of it or more is."""

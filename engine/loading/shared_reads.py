@@ -75,6 +75,10 @@ class Batch(NamedTuple):
                 found.append(Fragment(Extent(extent.file, extent.offset + at - place, size), at - begin))
         return found
 
+    def spans(self, rank: int) -> list[Span]:
+        """The fragments as they are read; of one file, so in the order of `fragments`."""
+        return plan_spans(fragment.extent for fragment in self.fragments(rank))
+
 
 class Step(NamedTuple):
     """Of one file, its integers or the rest: batches for all ranks, then what this rank alone wants."""
@@ -83,8 +87,7 @@ class Step(NamedTuple):
     own: list[Wish]
 
     def spans(self, rank: int) -> list[Span]:
-        spans = [span for batch in self.batches for span in plan_spans(f.extent for f in batch.fragments(rank))]
-        return spans + tensor_reader.plan(self.own)
+        return [span for batch in self.batches for span in batch.spans(rank)] + tensor_reader.plan(self.own)
 
 
 def plan(wishes: list[Wish], num_ranks: int) -> list[Step]:
@@ -131,20 +134,24 @@ def read(wishes: list[Wish], device: torch.device, gather: Gather) -> Iterator[t
     between leaves the others waiting in a collective, as one that fails in a step does."""
     steps = plan(wishes, gather.num_ranks)
     reader = tensor_reader.open_reader([span for step in steps for span in step.spans(gather.rank)], device)
-    with closing(iter(reader)) as extents:
+    with closing(iter(reader)) as spans:
         for step in steps:
             for batch in step.batches:
-                piece_B = _read_piece(batch, gather.rank, extents, reader, device)
+                piece_B = _read_piece(batch, gather.rank, spans, reader, device)
                 yield from _gathered(batch, gather.run(piece_B))
-            yield from tensor_reader.hand_out(step.own, islice(extents, len(step.own)), reader, device)
+            own = islice(spans, len(tensor_reader.plan(step.own)))
+            yield from tensor_reader.hand_out(step.own, own, reader, device)
 
 
-def _read_piece(batch: Batch, rank: int, extents, reader, device: torch.device) -> torch.Tensor:
+def _read_piece(batch: Batch, rank: int, spans, reader, device: torch.device) -> torch.Tensor:
     """This rank's piece on the device, uint8 [piece]; what it does not fill is never looked at."""
-    fragments = batch.fragments(rank)
+    places = iter(batch.fragments(rank))
     piece_B = torch.empty(batch.piece, dtype=torch.uint8, device=device)
-    for fragment, (_, bytes_B) in zip(fragments, islice(extents, len(fragments)), strict=True):
-        piece_B[fragment.at : fragment.at + fragment.extent.size].copy_(bytes_B, non_blocking=True)
+    for span, bytes_B in islice(spans, len(batch.spans(rank))):
+        for extent, fragment in zip(span.extents, places, strict=False):  # they go on in the next span
+            begin = extent.offset - span.start
+            target_B = piece_B[fragment.at : fragment.at + extent.size]
+            target_B.copy_(bytes_B[begin : begin + extent.size], non_blocking=True)
         tensor_reader.keep_until_copied(reader, device)
     return piece_B
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from engine.loading.checkpoint_headers import TensorHeader
-from engine.loading.extent_reader import RING_BYTES, SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
+from engine.loading.extent_reader import ALIGNMENT, SPAN_BYTES, Extent, ExtentReader, Span, plan_spans
+from engine.loading.read_way import ReadWay
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -23,19 +24,19 @@ TYPES = {
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
-
-MOST_RING_BYTES = 2**30
+Store = Callable[[torch.Tensor], None]
 
 
 class Wish(NamedTuple):
     """A tensor and the slice of each of its dimensions that is wanted; on_host: not on the device; is_everywhere: each
-    rank wants just these rows."""
+    rank wants just these rows; store: who takes them."""
 
     name: str
     header: TensorHeader
     part: tuple[slice, ...]
     on_host: bool = False
     is_everywhere: bool = False
+    store: Store | None = None
 
     @property
     def rows(self) -> range:
@@ -55,6 +56,21 @@ class Wish(NamedTuple):
         row_bytes = TYPES[self.header.dtype].itemsize * math.prod(self.header.shape[1:])
         start = self.header.start + (self.rows.start if self.rows else 0) * row_bytes
         return Extent(self.header.file, start, len(self.rows) * row_bytes)
+
+    def in_pieces(self, store_of: Callable[[slice], Store]) -> list[Wish]:
+        """The same rows, a few after the other, where they are more than a span; store_of: who takes which of them."""
+        rows, size = self.rows, self.extent.size
+        if size <= SPAN_BYTES:
+            return [self]
+        step = max(1, (SPAN_BYTES - ALIGNMENT) * len(rows) // size)
+        pieces = [range(start, min(start + step, len(rows))) for start in range(0, len(rows), step)]
+        return [
+            self._replace(
+                part=(slice(rows.start + piece.start, rows.start + piece.stop), *self.part[1:]),
+                store=store_of(slice(piece.start, piece.stop)),
+            )
+            for piece in pieces
+        ]
 
     def view(self, bytes_B: torch.Tensor) -> torch.Tensor:
         """The wanted part in the bytes of `extent`: a view, unless they lie at an odd place."""
@@ -81,11 +97,6 @@ def plan(wishes: list[Wish], span_bytes: int = SPAN_BYTES) -> list[Span]:
     return spans
 
 
-def ring_bytes(spans: list[Span]) -> int:
-    """So much that the longest tensor is read ahead as well, within bounds."""
-    return max(RING_BYTES, min(3 * max((span.size for span in spans), default=0), MOST_RING_BYTES))
-
-
 def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch.Tensor]]:
     """Each wish once, with the wanted part: on the device, or on the host where it is wanted there.
 
@@ -96,24 +107,26 @@ def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch
 
 
 def open_reader(spans: list[Span], device: torch.device) -> ExtentReader:
-    return ExtentReader(spans, ring_bytes=ring_bytes(spans), pinned=device.type == "cuda", direct=True)
+    return ExtentReader(spans, pinned=device.type == "cuda", way=ReadWay(sum(span.size for span in spans)))
 
 
 def hand_out(
-    wishes: list[Wish], extents: Iterable[tuple[Extent, torch.Tensor]], reader: ExtentReader, device: torch.device
+    wishes: list[Wish], spans: Iterable[tuple[Span, torch.Tensor]], reader: ExtentReader, device: torch.device
 ) -> Iterator[tuple[Wish, torch.Tensor]]:
-    """What `read` yields, of the extents of just these wishes, in whatever order they come from `reader`."""
+    """What `read` yields, of the spans of just these wishes, in whatever order they come from `reader`. A span goes to
+    the device as one copy."""
     names: dict[Extent, deque[Wish]] = defaultdict(deque)
     for wish in wishes:
         names[wish.extent].append(wish)
-    for extent, bytes_B in extents:
-        wish = names[extent].popleft()
-        if wish.on_host or device.type != "cuda":
-            yield wish, wish.view(bytes_B)
-            continue
-        on_device_B = bytes_B.to(device, non_blocking=True)
-        keep_until_copied(reader, device)
-        yield wish, wish.view(on_device_B)
+    for span, bytes_B in spans:
+        found = [names[extent].popleft() for extent in span.extents]
+        stays = [wish.on_host or device.type != "cuda" for wish in found]
+        on_device_B = bytes_B if all(stays) else bytes_B.to(device, non_blocking=True)
+        if not all(stays):
+            keep_until_copied(reader, device)
+        for wish, extent, stay in zip(found, span.extents, stays, strict=True):
+            begin = extent.offset - span.start
+            yield wish, wish.view((bytes_B if stay else on_device_B)[begin : begin + extent.size])
 
 
 def keep_until_copied(reader: ExtentReader, device: torch.device) -> None:

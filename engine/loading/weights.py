@@ -19,7 +19,7 @@ from engine.loading import shared_reads, tensor_reader
 from engine.loading.checkpoint_headers import CheckpointError, TensorHeader, read_headers
 from engine.loading.progress import LoadProgress
 from engine.loading.shared_reads import Gather
-from engine.loading.tensor_reader import Wish
+from engine.loading.tensor_reader import Store, Wish
 
 INDEX_NAME = "model.safetensors.index.json"
 NOT_FINITE = "holds a value that is not a number or infinite; fetch the file again."
@@ -32,14 +32,16 @@ class TensorSpec(NamedTuple):
     store: takes the slice that was read; raises ValueError where the values themselves make no sense.
     on_host: a table that `store` looks at itself, which on a device would mean to wait for it.
     is_everywhere: each rank wants the same rows, if perhaps other columns of them, and says so.
+    rows: the store of some of the part's rows, where a long tensor may come in pieces; None: it comes whole.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     part: tuple[slice, ...] | None
-    store: Callable[[torch.Tensor], None]
+    store: Store
     on_host: bool = False
     is_everywhere: bool = False
+    rows: Callable[[slice], Store] | None = None
 
 
 class Checkpoint:
@@ -110,9 +112,10 @@ class Checkpoint:
         Raises CheckpointError naming file and tensor."""
         wishes, checks, progress = self.wishes(specs), FiniteChecks(), progress or LoadProgress()
         progress.expect(sum(wish.extent.size for wish in wishes))
+        pieces = [piece for wish in wishes for piece in _pieces(wish, specs[wish.name])]
         try:
-            for wish, value in _read(wishes, device or torch.device("cpu"), gather):
-                _store(specs[wish.name], wish, value, checks)
+            for wish, value in _read(pieces, device or torch.device("cpu"), gather):
+                _store(wish, value, checks)
                 progress.add(wish.extent.size)
         except OSError as error:
             raise CheckpointError(f"{self.directory}: {error}") from error
@@ -121,7 +124,7 @@ class Checkpoint:
     def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
         """What of the files this rank reads."""
         return [
-            Wish(name, self.tensors[name], spec.part, spec.on_host, spec.is_everywhere)
+            Wish(name, self.tensors[name], spec.part, spec.on_host, spec.is_everywhere, spec.store)
             for name, spec in specs.items()
             if spec.part is not None
         ]
@@ -136,10 +139,14 @@ def _read(wishes: list[Wish], device: torch.device, gather: Gather | None) -> It
     return tensor_reader.read(wishes, device) if gather is None else shared_reads.read(wishes, device, gather)
 
 
-def _store(spec: TensorSpec, wish: Wish, value: torch.Tensor, checks: FiniteChecks) -> None:
+def _pieces(wish: Wish, spec: TensorSpec) -> list[Wish]:
+    return [wish] if spec.rows is None else wish.in_pieces(spec.rows)
+
+
+def _store(wish: Wish, value: torch.Tensor, checks: FiniteChecks) -> None:
     try:
         checks.add(wish, value)
-        spec.store(value)
+        wish.store(value)
     except ValueError as error:
         raise CheckpointError(f"{wish.header.file.name}: tensor {wish.name} {error}") from error
 

@@ -7,13 +7,13 @@ import logging
 import threading
 
 import pytest
-from tests.engine.loading.test_progress import Clock, DictStore, world
 
 from engine import log
 from engine.loading import display
 from engine.loading.display import LoadDisplay, bar, shown
 from engine.loading.progress import MEASURING, LoadProgress
 from engine.log import logger
+from tests.engine.loading.test_progress import Clock, DictStore, world
 
 
 @pytest.fixture

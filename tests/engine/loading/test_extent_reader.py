@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.loading import extent_reader
 from engine.loading.extent_reader import ALIGNMENT, Extent, ExtentReader, FileChangedError, plan_spans
+from engine.loading.read_way import ReadWay
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,27 @@ def extents_of(files, data) -> list[Extent]:
     return found
 
 
+class Direct(ReadWay):
+    """Never through the page cache."""
+
+    def __init__(self):
+        super().__init__(0)
+
+    def is_direct(self, size: int) -> bool:
+        return True
+
+
+def bytes_of(reader) -> list[tuple[Extent, bytes]]:
+    """Each extent that comes, with its bytes."""
+    found = []
+    for span, bytes_B in reader:
+        assert bytes_B.numel() == span.size
+        for extent in span.extents:
+            begin = extent.offset - span.start
+            found.append((extent, bytes(bytes_B[begin : begin + extent.size].numpy())))
+    return found
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_extent_comes_once_with_its_bytes(files, data):
@@ -41,13 +63,12 @@ def test_every_extent_comes_once_with_its_bytes(files, data):
         "num_threads": data.draw(st.integers(1, 3)),
         "span_bytes": data.draw(st.sampled_from([1, 8192, 100_000])),
         "ring_bytes": data.draw(st.sampled_from([1, 20_000, 10**6])),
-        "direct": data.draw(st.booleans()),
+        "way": data.draw(st.sampled_from([None, Direct()])),
     }
     spans = plan_spans(extents, options["span_bytes"])
-    reader = ExtentReader(spans, **options)
     seen = []
-    for extent, bytes_B in reader:
-        assert bytes(bytes_B.numpy()) == extent.file.read_bytes()[extent.offset : extent.stop]
+    for extent, content in bytes_of(ExtentReader(spans, **options)):
+        assert content == extent.file.read_bytes()[extent.offset : extent.stop]
         seen.append(extent)
     assert sorted(seen) == sorted(extents)
     assert seen == [extent for span in spans for extent in span.extents]
@@ -128,8 +149,8 @@ def test_past_the_page_cache_what_is_not_there_and_nobody_else_reads(files, monk
     monkeypatch.setattr(extent_reader.page_cache, "cached_pages", lambda *_: cached)
     flags = opened_flags(monkeypatch)
     spans = [replace(span, is_common=is_common) for span in plan_spans([Extent(files[-1], 5, 299_995)])]
-    ((extent, bytes_B),) = ExtentReader(spans, direct=True)
-    assert bytes(bytes_B.numpy()) == files[-1].read_bytes()[5:] and extent.size == 299_995
+    ((extent, content),) = bytes_of(ExtentReader(spans, way=Direct()))
+    assert content == files[-1].read_bytes()[5:] and extent.size == 299_995
     assert any(how & os.O_DIRECT for how in flags) == is_direct
 
 
@@ -152,8 +173,11 @@ def test_a_direct_read_that_is_refused_goes_through_the_page_cache(files, monkey
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(extent_reader.page_cache, "cached_pages", lambda *_: 0)
-    ((_, bytes_B),) = ExtentReader(plan_spans([Extent(files[-1], 0, 300_000)]), direct=True)
-    assert direct and bytes(bytes_B.numpy()) == files[-1].read_bytes()
+    way = Direct()
+    ((_, content),) = bytes_of(ExtentReader(plan_spans([Extent(files[-1], 0, 300_000)]), way=way))
+    assert direct and content == files[-1].read_bytes()
+    way.tell(False, 1, 1.0)
+    assert not way.direct_is_faster, "a read that was refused says nothing about the way"
 
 
 def test_long_spans_share_buffers_too(files, monkeypatch):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from engine.loading import tensor_reader
 from engine.loading.checkpoint_headers import TensorHeader, read_header
-from engine.loading.extent_reader import RING_BYTES, Extent, Span
-from engine.loading.tensor_reader import MOST_RING_BYTES, TYPES, Wish
+from engine.loading.extent_reader import ALIGNMENT, Extent
+from engine.loading.tensor_reader import TYPES, Wish
 
 CPU = torch.device("cpu")
 
@@ -95,8 +95,23 @@ def test_rows_whose_columns_are_shared_out_are_common_spans():
     assert found == {0: True, 32: False}
 
 
-def test_the_ring_is_as_long_as_three_of_the_longest_within_bounds():
-    sizes = (0, RING_BYTES // 4, RING_BYTES, 2 * MOST_RING_BYTES)
-    rings = [tensor_reader.ring_bytes([Span([], 0, 4096), Span([], 0, size)]) for size in sizes]
-    assert rings == [RING_BYTES, RING_BYTES, 3 * RING_BYTES, MOST_RING_BYTES]
-    assert tensor_reader.ring_bytes([]) == RING_BYTES
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_long_tensor_in_pieces_is_the_whole(tmp_path_factory, data):
+    """Of rows of all lengths, those longer than a span too, and of cut columns; none of the pieces is longer than a
+    span unless one row is."""
+    shape = data.draw(st.sampled_from([(0, 3), (1, 9000), (5000, 3), (40, 1000), (7, 5000), (200, 64)]))
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.int16).view(shape)
+    path = tmp_path_factory.mktemp("long") / "model.safetensors"
+    write(path, {"w": whole})
+    bounds = [slice(*sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape]
+    target = torch.zeros_like(whole[tuple(bounds)])
+    wish = Wish("w", read_header(path)["w"], tuple(bounds), store=target.copy_)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_reader, "SPAN_BYTES", 8192)
+        pieces = wish.in_pieces(lambda rows: target[rows].copy_)
+        spans = tensor_reader.plan(pieces, 8192)
+    assert all(span.size <= 8192 for span in spans) or shape[1] * 2 > 8192 - 2 * ALIGNMENT
+    for piece, value in tensor_reader.read(data.draw(st.permutations(pieces)), CPU):
+        piece.store(value)
+    assert torch.equal(target, whole[tuple(bounds)])
