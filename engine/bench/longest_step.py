@@ -27,6 +27,7 @@ from engine.sampling_params import SamplingParams
 GOAL = 1.2  # p99 between tokens over the bound
 _LEAD = 16  # tokens of each stream before anything is measured
 _LONG = "long"
+SLOWEST = 20  # steps of an arm that the JSON names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class Arm:
     """gaps: seconds between two tokens of one stream. chunks: prompt tokens of each step that computed some. seconds:
-    from the long prompt's arrival to its first token, or to where the arm was given up."""
+    from the long prompt's arrival to its first token, or to where the arm was given up. steps: what each read of tokens
+    came after."""
 
     idle_gaps: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
     seconds: float = 0.0
     is_done: bool = False
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    def slowest(self) -> list[dict[str, float]]:
+        """The longest of its steps, in their order."""
+        return sorted(sorted(self.steps, key=lambda step: step["ms"])[-SLOWEST:], key=lambda step: step["number"])
 
 
 class Streams:
@@ -100,12 +107,22 @@ def measure(core: EngineCore, prompts: Sequence[list[int]], long_prompt: list[in
         now_computed = computed if request is None else min(request.num_computed_tokens, len(long_prompt))
         if now_computed > computed:
             arm.chunks.append(now_computed - computed)
+        if gaps:
+            arm.steps.append(_step(core, len(arm.steps), max(gaps), now_computed - computed, now_computed))
         computed = now_computed
     for request_id in core.unfinished_ids():
         core.abort_request(request_id)
     while core.has_unfinished():
         core.step()
     return arm
+
+
+def _step(core: EngineCore, number: int, gap: float, chunk: int, computed: int) -> dict[str, float]:
+    """What was computed of the prompt when tokens were read, the chunk launched meanwhile with it; expected: of the
+    last step that was planned."""
+    budget = core.stats().step_budget
+    expected = budget.predicted_seconds if budget is not None else 0.0
+    return {"number": number, "ms": gap * 1e3, "chunk": chunk, "computed": computed, "expected ms": expected * 1e3}
 
 
 def row_of(arm: Arm, bound_ms: float, budget: int) -> dict[str, Any]:
@@ -150,18 +167,21 @@ def run(args: argparse.Namespace) -> Report:
     files = ModelFiles.read(runner.config)
     *prompts, long_prompt = _prompts(runner, args)
     arms = [(bound, budgets[0]) for bound in bounds] + [(0.0, budget) for budget in budgets]
-    rows = []
+    rows, slowest = [], []
     for bound, budget in arms:
         config = replace(runner.config, max_step_ms=bound, max_num_batched_tokens=budget)
         arm = measure(EngineCore(config, files, runner), prompts, long_prompt, args)
         rows.append(row_of(arm, bound, budget))
+        slowest.append(arm.slowest())
     unbounded = max(row["prefill tok/s"] for row in rows[len(bounds) :])
     for row in rows:
         row["/ unbounded"] = row["prefill tok/s"] / unbounded
-    return _report(runner, rows, args)
+    return _report(runner, rows, slowest, args)
 
 
-def _report(runner: ModelRunner, rows: list[dict[str, Any]], args: argparse.Namespace) -> Report:
+def _report(
+    runner: ModelRunner, rows: list[dict[str, Any]], slowest: list[list[dict[str, float]]], args: argparse.Namespace
+) -> Report:
     layers = runner.model_config.num_hidden_layers
     notes = [
         f"{args.streams} streams behind prompts of {args.context} tokens, and a prompt of {args.prompt}.",
@@ -176,6 +196,7 @@ def _report(runner: ModelRunner, rows: list[dict[str, Any]], args: argparse.Name
         "layers": layers,
         "world": {"tp": runner.parallel.tp, "ep": runner.parallel.ep},
         "settings": share.settings(args),
+        "slowest_steps": slowest,  # of each row
         "measured_at_start": [
             dict(zip(("tokens", "context", "seconds"), t, strict=True)) for t in runner.prefill_times
         ],

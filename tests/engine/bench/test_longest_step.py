@@ -37,6 +37,9 @@ def test_arms_with_and_without_a_bound(tmp_path, model):
     assert tight["steps"] > some["steps"] and loose["steps"] > some["steps"], "both begin with small chunks"
     assert loose["chunk, first tenth"] <= 16 < some["chunk, first tenth"] <= 126
     assert max(row["/ unbounded"] for row in rows[2:]) == 1.0
+    for row, slowest in zip(rows, result["slowest_steps"], strict=True):
+        assert max(step["ms"] for step in slowest) == row["max ms"] and slowest[-1]["computed"] <= 400
+        assert [step["number"] for step in slowest] == sorted({step["number"] for step in slowest})
     assert result["settings"]["prompt"] == 400 and result["measured_at_start"] == []
 
 
