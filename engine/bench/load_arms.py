@@ -89,13 +89,13 @@ class RankLoad:
                 torch.cuda.synchronize()
             ended = time.monotonic()
         after, weights = disk_bytes(), sum(tensor.nbytes for tensor in kept)
-        wanted = weights if arm == "prepared" else sum(e.size for e in (pieces if arm in DISK_ARMS else self.extents))
+        read = pieces if arm in DISK_ARMS else self.extents
         del kept
         _give_back(on_gpu)
         return Sample(
             began,
             ended,
-            wanted,
+            weights if arm == "prepared" else sum(extent.size for extent in read),
             None if before is None or after is None else after - before,
             memory.host_peak,
             memory.pinned_peak,

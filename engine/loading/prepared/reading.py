@@ -22,7 +22,7 @@ class RefusedError(ValueError):
 def read(path: Path, layout: Layout, device: torch.device, progress: LoadProgress) -> None:
     """Fills the tensors, which are on `device`. progress: counts the bytes, all of them also where reading fails.
 
-    Raises RefusedError, after which the tensors may hold anything, FileNotFoundError, and OSError as files do."""
+    Raises RefusedError, and OSError as files do; the tensors may hold anything then."""
     wanted, left = read_sums(path, layout), layout.data_bytes
     progress.expect(left)
     found: dict[int, torch.Tensor] = {}

@@ -5,6 +5,7 @@ What makes one unusable, or keeps it from being written, costs a start its advan
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,13 +48,13 @@ class PreparedWeights:
         self.layout = Layout(self._key, tensors)
 
     def load(self, progress: LoadProgress | None = None) -> bool:
-        """Fills the tensors if the file is there, whole, and of this key; else they hold zeros and the log says why."""
-        began = time.monotonic()
-        device = next(iter(self._tensors.values())).device
+        """Fills the tensors if the file is there, whole, and of this key. Else they hold zeros, and of a file that
+        is there the log says why."""
+        if not os.path.lexists(self.path):
+            return False
+        began, device = time.monotonic(), next(iter(self._tensors.values())).device
         try:
             read(self.path, self.layout, device, progress or LoadProgress())
-        except (FileNotFoundError, NotADirectoryError):
-            return False
         except (RefusedError, OSError) as error:
             logger.warning("prepared weights: %s is not used: %s; reading the checkpoint instead.", self.path, error)
             for tensor in self._tensors.values():

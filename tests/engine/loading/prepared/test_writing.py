@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -37,13 +38,23 @@ def test_a_disk_that_fails_leaves_the_old_file_and_no_other(written, monkeypatch
     assert other.store() and left(written.parent) == [NAME] and written.read_bytes() != before
 
 
-def test_room_that_is_not_there_is_found_before_anything_is_written(tmp_path, monkeypatch, caplog):
-    """No file system has so much."""
-    found = prepared(tmp_path, tensors())
-    found.layout.num_bytes = 2**60
-    monkeypatch.setattr(writing, "_write_at", None)
-    assert not found.store() and left(tmp_path) == []
-    assert len(caplog.records) == 1 and f"needs {2**60} bytes" in caplog.text
+@pytest.fixture
+def limit():
+    """The system writes no file further than to byte 20,000."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False], ids=["before writing", "in the middle"])
+def test_a_system_that_gives_no_room_ends_writing(limit, tmp_path, monkeypatch, caplog, is_foreseen):
+    if is_foreseen:
+        monkeypatch.setattr(writing, "_write_at", None)
+    else:
+        monkeypatch.setattr(writing.os, "posix_fallocate", lambda *arguments: None)
+    assert not prepared(tmp_path, tensors()).store() and left(tmp_path) == []
+    assert len(caplog.records) == 1 and os.strerror(errno.EFBIG) in caplog.text
 
 
 def test_a_slow_disk_ends_writing(tmp_path, monkeypatch, caplog):
