@@ -72,6 +72,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy makes weights up")
     engine.add_argument("--verify-checksums", action="store_true", help="compare weight files with SHA256SUMS at start")
     engine.add_argument(
+        "--prepared-weights", metavar="DIR", help="local disk: keeps each rank's weights as loaded, for the next start"
+    )
+    engine.add_argument(
         "--self-test",
         action=argparse.BooleanOptionalAction,
         default=True,

@@ -44,6 +44,7 @@ class EngineConfig:
     request_timeout: for its end.
     comm_cache is the directory that keeps what was measured of dispatchers, "off" for none, None for the user's own.
     verify_checksums reads every weight file whole before the start and compares it with its published SHA-256;
+    prepared_weights: a directory on local disk for each rank's weights as they lie in its memory; see docs/loading.md.
     self_test multiplies by one INT4 expert after loading and compares with its plain matrices.
     expert_load counts on the device which experts tokens are routed to. expert_map: a JSON file (or what it holds) that
     says which physical slot holds which expert; see engine.expert_map.
@@ -85,6 +86,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
     verify_checksums: bool = False
+    prepared_weights: str | None = None
     self_test: bool = True
     expert_load: bool = True
     expert_map: str | list | dict | None = None
@@ -94,7 +96,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.model is None:
             object.__setattr__(self, "model", str(TINY_CHECKPOINT))
-        for name in ("model", "draft", "comm_cache"):
+        for name in ("model", "draft", "comm_cache", "prepared_weights"):
             if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if not isinstance(self.model, str):
@@ -137,8 +139,16 @@ class EngineConfig:
             raise ConfigError("kv_offload_gb keeps cached prompts; turn enable_prefix_caching on or leave it out.")
         if self.verify_checksums and self.load_format == "dummy":
             raise ConfigError("verify_checksums reads weight files, and made-up weights have none; leave it out.")
+        self._check_prepared_weights()
         self._check_expert_map()
         self._check_share()
+
+    def _check_prepared_weights(self) -> None:
+        directory = self.prepared_weights
+        if directory is not None and not (isinstance(directory, str) and directory and "\0" not in directory):
+            raise ConfigError(f"prepared_weights must be the path of a directory, not {directory!r}.")
+        if directory is not None and self.load_format == "dummy":
+            raise ConfigError("prepared_weights keeps a checkpoint's weights, and made-up ones are none; leave it out.")
 
     def _check_expert_map(self) -> None:
         if isinstance(self.expert_map, os.PathLike):

@@ -20,6 +20,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.expert_map import ExpertMap
 from engine.kernels import table as kernel_table
 from engine.loading import checksums
+from engine.loading.prepared.weights import Preparation
 from engine.loading.progress import LoadProgress
 from engine.loading.weights import Checkpoint, CheckpointError, weight_files
 from engine.model_files import ModelFiles
@@ -95,9 +96,17 @@ def load_share(
         parallel,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         self_test=config.self_test,
+        preparation=preparation(config),
         checkpoint=checkpoint,
         progress=progress,
     )
+
+
+def preparation(config: EngineConfig) -> Preparation | None:
+    """Where this configuration keeps prepared weights. Ranks that have written theirs wait for the others in the next
+    collective, so that writing may take half of what the process group allows there."""
+    directory = config.prepared_weights
+    return None if directory is None else Preparation(directory, config.comm_timeout / 2)
 
 
 def open_share(config: EngineConfig, files: ModelFiles, parallel: ParallelState) -> Any:

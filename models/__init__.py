@@ -13,7 +13,8 @@ class ModelEntry:
 
     parse_config: config.json's dict -> the model's config. load_model: directory, config, parallel, dtype and the
     chosen backends -> the model; on the meta device it checks all and reads no weight, with a `dummy_seed` it makes the
-    weights up, with a `checkpoint` it reads no header again, with a `progress` it counts the bytes that it reads.
+    weights up, with a `checkpoint` it reads no header again, with a `progress` it counts the bytes that it reads,
+    with a `preparation` it takes prepared weights from there or leaves them there.
     open_model: the same without reading; `load` of its result reads. share_bytes: the model's config,
     parallel, dtype and how experts are held -> bytes of a rank's weights by kind, what load_model allocates.
     declare_tools: tools -> the text the chat template shows, None for its JSON form.

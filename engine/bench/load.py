@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.bench.load_arms import DISK_ARMS, pieces_of
+from engine.bench.load_arms import DISK_ARMS, PREPARE, pieces_of
 from engine.bench.load_ranks import Ranks
 from engine.bench.report import MeasurementError, Report, model_name, summarise
 from engine.config import DEVICES, DTYPES, ConfigError, EngineConfig
@@ -22,7 +22,8 @@ from engine.loading import page_cache
 from engine.loading.extent_reader import Extent
 from engine.loading.weights import CheckpointError, weight_files
 
-ARMS = ("disk", "load", "safe_open")
+ARMS = ("disk", "load", "prepared", "safe_open")
+_PATHS = ("model", "json", "prepared_weights")  # of one machine
 MOST_CACHED = 0.01  # of the files' pages, for an arm that is to begin without
 
 
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep-share", type=int, metavar="M", help="expert groups of that world (default N)")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)} (default: all)")
+    parser.add_argument("--arms", help=f"of {', '.join(ARMS)} (default: all that can run)")
+    parser.add_argument("--prepared-weights", metavar="DIR", help="local disk for the arm prepared; stays there")
     parser.add_argument("--rounds", type=int, default=3, help="of all arms (default 3)")
     parser.add_argument("--no-drop-cache", action="store_true", help="begin with whatever is cached")
 
@@ -50,6 +52,10 @@ def run(args: argparse.Namespace) -> Report:
     with Ranks(config, list(range(args.ranks))) as ranks:
         extents = ranks.extents()
         pieces = pieces_of([extent for own in extents for extent in own], args.ranks)
+        if "prepared" in arms:
+            ranks.run(PREPARE, pieces)
+            files += sorted(Path(config.prepared_weights).glob("*.prepared"))
+            _say(f"weights are prepared in {config.prepared_weights}")
         measured = _rounds(ranks, arms, pieces, files, args)
     return _report(args, config, measured, pieces, extents)
 
@@ -63,7 +69,12 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         raise ConfigError(f"--ep-share {args.ep_share} needs --tp-share, the size of the world it divides.")
     tp = args.tp_share or args.ranks
     config = EngineConfig(
-        str(Path(args.model).absolute()), tp=tp, ep=args.ep_share or tp, device=args.device, dtype=args.dtype
+        str(Path(args.model).absolute()),
+        tp=tp,
+        ep=args.ep_share or tp,
+        device=args.device,
+        dtype=args.dtype,
+        prepared_weights=args.prepared_weights and str(Path(args.prepared_weights).absolute()),
     )
     config = config.resolve(torch.cuda.device_count())
     if config.device == "cuda" and args.ranks > torch.cuda.device_count():
@@ -73,12 +84,14 @@ def _config(args: argparse.Namespace) -> EngineConfig:
 
 def _arms(args: argparse.Namespace) -> list[str]:
     """Names of `load_arms`: the disk is read both ways."""
-    wanted = args.arms.split(",")
+    possible = [arm for arm in ARMS if arm != "prepared" or args.prepared_weights]
+    wanted = possible if args.arms is None else args.arms.split(",")
     if unknown := set(wanted) - set(ARMS):
         raise ConfigError(f"--arms names {', '.join(map(repr, sorted(unknown)))}; use some of {', '.join(ARMS)}.")
-    return [
-        arm for arm in (*DISK_ARMS, "load", "safe_open") if arm in wanted or (arm in DISK_ARMS and "disk" in wanted)
-    ]
+    if "prepared" in set(wanted) - set(possible):
+        raise ConfigError("--arms names prepared; say with --prepared-weights DIR where the prepared files may be.")
+    disks = list(DISK_ARMS) if "disk" in wanted else []
+    return disks + [arm for arm in ARMS if arm != "disk" and arm in wanted]
 
 
 def _rounds(
@@ -141,7 +154,7 @@ def _report(
         "engine": {"device": config.device, "dtype": config.dtype},
         "bytes": {"union": union, "ranks": [sum(extent.size for extent in own) for own in extents]},
         "disk_arm": min(disks, key=disks.get, default=None),
-        "settings": {name: value for name, value in vars(args).items() if name not in ("model", "json")},
+        "settings": {name: value for name, value in vars(args).items() if name not in _PATHS},
         "rounds": measured,
     }
     title = f"Loading {union / 1e9:.2f} GB, {args.ranks} of {config.tp} ranks (ep {config.ep}), {config.device}, "
@@ -188,10 +201,16 @@ def _notes(args: argparse.Namespace, measured: dict[str, list[dict[str, Any]]]) 
         notes.append("cold cache: this kernel does not say what is cached.")
     else:
         notes.append(f"cached before an arm: at most {max(cached):.2%} of the files' pages.")
-    if "load" in measured:
-        parts = [sample["parts"] for one in measured["load"] for sample in one["ranks"]]
-        medians = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
-        notes.append("load, seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in medians.items()) + ".")
+    for arm in ("load", "prepared"):
+        if arm in measured:
+            parts = [sample["parts"] for one in measured[arm] for sample in one["ranks"]]
+            medians = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+            notes.append(
+                f"{arm}, seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in medians.items()) + "."
+            )
+    if "prepared" in measured:
+        size = sum(sample["num_bytes"] for sample in measured["prepared"][0]["ranks"])
+        notes.append(f"prepared: {size / 1e9:.2f} GB of prepared files; its GB/s are of the checkpoint's bytes too.")
     return notes
 
 

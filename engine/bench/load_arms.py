@@ -1,4 +1,4 @@
-"""The arms of `python -m engine.bench load` as one rank runs them: the same bytes three ways."""
+"""The arms of `python -m engine.bench load` as one rank runs them: the same weights in several ways."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from safetensors import safe_open
 
 from engine.bench.load_memory import MemoryTrace
 from engine.comm.parallel_state import ParallelState
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.loading.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
 from engine.loading.tensor_reader import Wish
 from engine.log import logger
 from engine.model_files import ModelFiles
-from engine.model_loading import open_share
+from engine.model_loading import open_share, preparation
 
 CHUNK_BYTES = 16 * 2**20
 DISK_THREADS = 4
+PREPARE = "prepare"  # what comes before the arm `prepared`, and is not measured
 
 
 @dataclass
@@ -79,7 +80,6 @@ class RankLoad:
 
     def run(self, arm: str, pieces: list[Extent]) -> Sample:
         """pieces: what a disk arm reads. What an arm keeps is gone when it returns."""
-        read = pieces if arm in DISK_ARMS else self.extents
         work = {**{name: _disk(pieces, direct) for name, direct in DISK_ARMS.items()}, **self._loads()}[arm]
         before, on_gpu = disk_bytes(), self.parallel.device.type == "cuda"
         with MemoryTrace(on_gpu) as memory:
@@ -89,12 +89,13 @@ class RankLoad:
                 torch.cuda.synchronize()
             ended = time.monotonic()
         after, weights = disk_bytes(), sum(tensor.nbytes for tensor in kept)
+        read = pieces if arm in DISK_ARMS else self.extents
         del kept
         _give_back(on_gpu)
         return Sample(
             began,
             ended,
-            sum(extent.size for extent in read),
+            weights if arm == "prepared" else sum(extent.size for extent in read),
             None if before is None or after is None else after - before,
             memory.host_peak,
             memory.pinned_peak,
@@ -105,7 +106,9 @@ class RankLoad:
         )
 
     def _loads(self) -> dict[str, Callable[[], tuple[list[torch.Tensor], dict[str, float]]]]:
-        return {"load": self._load, "safe_open": self._safe_open}
+        return {
+            "load": self._load, PREPARE: self._prepare, "prepared": self._prepared, "safe_open": self._safe_open
+        }  # fmt: skip
 
     def _load(self) -> tuple[list[torch.Tensor], dict[str, float]]:
         """As the engine starts: headers, model, weights read and repacked."""
@@ -114,6 +117,21 @@ class RankLoad:
         opened.load()
         parts = {"index": opened.index_seconds, "build": opened.build_seconds, "read": time.monotonic() - began}
         return list(opened.model.state_dict().values()), parts
+
+    def _prepare(self) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Leaves prepared weights in the configuration's directory, unless those that are there fit."""
+        open_share(self.config, self.files, self.parallel).load(preparation=preparation(self.config))
+        return [], {}
+
+    def _prepared(self) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """As the engine starts with prepared weights: headers of the checkpoint, model, prepared file. Raises
+        ConfigError where that is not used."""
+        opened = open_share(self.config, self.files, self.parallel)
+        began = time.monotonic()
+        if not opened.load(preparation=preparation(self.config)):
+            raise ConfigError("prepared weights were not there or not used; the reason is in the lines above.")
+        parts = {"index": opened.index_seconds, "build": opened.build_seconds, "read": time.monotonic() - began}
+        return list(opened.model.parameters()), parts
 
     def _safe_open(self) -> tuple[list[torch.Tensor], dict[str, float]]:
         """The loop that anyone would write: tensors as they stand in the files, nothing repacked."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 CHECKING, SUMS, STARTING = "checking files", "verifying checksums", "starting ranks"
-READING, MEASURING, READY = "reading weights", "measuring", "ready"
+READING, PREPARING, MEASURING, READY = "reading weights", "writing prepared weights", "measuring", "ready"
 REPORT_SECONDS = 0.25
 BEHIND, STILL_SECONDS = 0.1, 5.0
 """A rank is behind that lacks so much of its share more than all do of theirs, or has read nothing for so long."""

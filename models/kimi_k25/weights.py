@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.comm.collectives import agree_on_minimum
 from engine.comm.parallel_state import ParallelState
 from engine.config import ConfigError
 from engine.expert_map import ExpertMap
@@ -18,12 +19,14 @@ from engine.layers.dummy import fill_dummy
 from engine.layers.expert_check import BOUNDS, largest_error
 from engine.layers.quant import MATRICES, detect_storage
 from engine.loading.checkpoint_headers import without_collection
+from engine.loading.prepared.weights import Preparation
 from engine.loading.progress import LoadProgress
 from engine.loading.shared_reads import gather_if_faster
 from engine.loading.weights import Checkpoint, CheckpointError, TensorSpec
 from engine.log import logger
 from models.kimi_k25.config import KimiConfig
 from models.kimi_k25.model import VISION_PREFIXES, KimiModel
+from models.kimi_k25.prepared import prepared_weights
 from models.kimi_k25.sizes import held_as
 
 WRAPPER_PREFIX = "language_model."
@@ -44,15 +47,30 @@ class OpenedModel:
     index_seconds: float
     build_seconds: float
 
-    def load(self, self_test: bool = False, progress: LoadProgress | None = None) -> None:
+    def load(
+        self, self_test: bool = False, progress: LoadProgress | None = None, preparation: Preparation | None = None
+    ) -> bool:
         """Reads the weights into the model. self_test: INT4 experts then show that they compute what matrices say.
-        progress: counts the bytes that are read.
+        progress: counts the bytes that are read. preparation: prepared weights are taken from there where they fit, and
+        else left there once all is well; every rank must have one, or none. Whether they were taken.
 
         Raises CheckpointError naming file and tensor, ConfigError for a self-test that fails."""
-        parallel = self.model.parallel
-        self.checkpoint.load(self.specs, parallel.device, progress, gather_if_faster(parallel))
+        parallel, gather, prepared, was_taken = self.model.parallel, gather_if_faster(self.model.parallel), None, False
+        if preparation is not None:
+            prepared = prepared_weights(preparation, self.model, self.checkpoint, self.storage)
+            was_taken = prepared.load(progress)
+            if not agree_on_minimum(int(not was_taken), parallel):
+                gather = None  # a rank has its weights, and would not read with the others
+        if not was_taken:
+            self.checkpoint.load(self.specs, parallel.device, progress, gather)
         if self_test and self.storage == "int4" and self.model.config.moe_layers:
-            _test_experts(self.model, self.checkpoint, self.specs, self.prefix)
+            remedy = f"remove {prepared.path}, " if was_taken else ""
+            _test_experts(self.model, self.checkpoint, self.specs, self.prefix, remedy)
+        if prepared is not None:
+            agree_on_minimum(0, parallel)  # that all have loaded: no rank's time to load counts as one's to write
+            if not was_taken:
+                prepared.store(progress)
+        return was_taken
 
 
 def load_model(
@@ -64,11 +82,13 @@ def load_model(
     dummy_seed: int | None = None,
     self_test: bool = False,
     progress: LoadProgress | None = None,
+    preparation: Preparation | None = None,
     checkpoint: Checkpoint | None = None,
     **choices: Any,
 ) -> KimiModel:
     """This rank's share of the model with its weights; on the meta device everything is checked and no weight is read.
-    checkpoint, choices, errors: as of `open_model`; self_test, progress: as of `OpenedModel.load`.
+    checkpoint, choices, errors: as of `open_model`; self_test, progress,
+    preparation: as of `OpenedModel.load`.
 
     With `dummy_seed` no file is read: the weights are made up, the same for the same seed, experts in the storage that
     the config claims."""
@@ -78,7 +98,7 @@ def load_model(
         return model
     opened = open_model(directory, config, parallel, dtype, checkpoint, **choices)
     if parallel.device.type != "meta":
-        opened.load(self_test, progress)
+        opened.load(self_test, progress, preparation)
     return opened.model
 
 
@@ -161,8 +181,11 @@ def _find_storage(checkpoint: Checkpoint, tells: bool) -> str:
 
 
 @torch.inference_mode()
-def _test_experts(model: KimiModel, checkpoint: Checkpoint, specs: dict[str, TensorSpec], prefix: str) -> None:
-    """The last expert of the last layer, at whose offsets an overflow would show. Raises ConfigError."""
+def _test_experts(
+    model: KimiModel, checkpoint: Checkpoint, specs: dict[str, TensorSpec], prefix: str, remedy: str
+) -> None:
+    """The last expert of the last layer, at whose offsets an overflow would show. remedy: what to do about the weights'
+    origin. Raises ConfigError."""
     started, layer = time.monotonic(), model.config.moe_layers[-1]
     feed_forward = model.layers[layer].feed_forward
     experts, slot = feed_forward.experts, feed_forward.experts.local[-1]
@@ -178,7 +201,7 @@ def _test_experts(model: KimiModel, checkpoint: Checkpoint, specs: dict[str, Ten
         raise ConfigError(
             f"self-test: the INT4 product of layer {layer}, expert {expert} on {model.parallel.device} is off by "
             f"{error:.2g} of its size, and rounding explains {bound:g}: the kernel is wrong on this device, or weights "
-            "were damaged on their way; use dtype float32, or --no-self-test to start all the same."
+            f"were damaged on their way; {remedy}use dtype float32, or --no-self-test to start all the same."
         )
     if model.parallel.rank == 0:
         seconds = time.monotonic() - started

@@ -7,9 +7,10 @@ import pytest
 
 from engine.bench import load
 from engine.bench.__main__ import main
-from engine.bench.load_arms import CHUNK_BYTES, pieces_of
+from engine.bench.load_arms import CHUNK_BYTES, RankLoad, pieces_of
 from engine.bench.load_memory import MemoryTrace
 from engine.bench.report import MeasurementError
+from engine.config import ConfigError, EngineConfig
 from engine.loading import page_cache
 from engine.loading.extent_reader import ALIGNMENT, MOST_SKIPPED, Extent
 from models.kimi_k25.synthetic import Plan, write
@@ -32,10 +33,11 @@ def checkpoint(tmp_path_factory):
 def test_two_ranks_run_every_arm_and_the_report_says_all(checkpoint, tmp_path, capsys):
     file = tmp_path / "load.json"
     options = ["--ranks", "2", "--rounds", "1", "--device", "cpu", "--no-drop-cache", "--json", str(file)]
-    assert main(["load", "--model", str(checkpoint), *options]) == 0
+    prepared = tmp_path / "prepared"
+    assert main(["load", "--model", str(checkpoint), "--prepared-weights", str(prepared), *options]) == 0
     found = json.loads(file.read_text())
     rows = {row["arm"]: row for row in found["rows"]}
-    assert {"disk", "load", "safe_open"} <= rows.keys() <= {"disk", "disk O_DIRECT", "load", "safe_open"}
+    assert rows.keys() - {"disk O_DIRECT"} == {"disk", "load", "prepared", "safe_open"}
     disk = min(row["seconds"] for arm, row in rows.items() if arm.startswith("disk"))
     for row in rows.values():
         assert row["of disk"] == pytest.approx(disk / row["seconds"])
@@ -48,6 +50,10 @@ def test_two_ranks_run_every_arm_and_the_report_says_all(checkpoint, tmp_path, c
     for rank, (ours, loop) in enumerate(both):
         assert ours["num_bytes"] == loop["num_bytes"] == found["bytes"]["ranks"][rank]
         assert ours["parts"].keys() == {"index", "build", "read"} and ours["weights"] > loop["weights"] > 0
+    for rank, sample in enumerate(found["rounds"]["prepared"][0]["ranks"]):
+        size = (prepared / f"rank-{rank}-of-2-ep-2.prepared").stat().st_size
+        assert size - 2**20 < sample["num_bytes"] == sample["weights"] < size
+        assert sample["parts"].keys() == {"index", "build", "read"}
     assert sum(found["bytes"]["ranks"]) > found["bytes"]["union"] / 2
     assert "round 1 of 1: load" in capsys.readouterr().out
 
@@ -56,6 +62,7 @@ def test_two_ranks_run_every_arm_and_the_report_says_all(checkpoint, tmp_path, c
     ("options", "message"),
     [
         (["--arms", "disk,tape"], "'tape'"),
+        (["--arms", "load,prepared"], "--prepared-weights DIR"),
         (["--ranks", "0"], "at least 1"),
         (["--ranks", "2", "--tp-share", "8"], "leave --ranks 2 out"),
         (["--ep-share", "2"], "needs --tp-share"),
@@ -65,6 +72,14 @@ def test_what_cannot_be_measured_is_one_sentence(checkpoint, capsys, options, me
     assert main(["load", "--model", str(checkpoint), *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_an_arm_that_finds_no_prepared_weights_is_refused(checkpoint, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    config = EngineConfig(str(checkpoint), device="cpu", prepared_weights=tmp_path / "file").resolve(0)
+    with pytest.raises(ConfigError, match="not there or not used"):
+        RankLoad.of(config, 0).run("prepared", [])
+    assert "was not written" in caplog.text
 
 
 def test_a_rank_that_cannot_load_says_why(checkpoint, capsys):
