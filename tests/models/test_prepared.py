@@ -277,7 +277,7 @@ def test_a_damaged_file_costs_its_advantage_alone(int4, tmp_path, caplog):
     flip(tmp_path / "prepared" / NAME, (tmp_path / "prepared" / NAME).stat().st_size - 9000)
     assert are_equal(plain, load(int4, tmp_path / "prepared")) and "are damaged" in caplog.text
     caplog.clear()
-    assert are_equal(plain, load(int4, tmp_path / "prepared")) and caplog.text == ""
+    assert are_equal(plain, load(int4, tmp_path / "prepared")) and "not used" not in caplog.text
 
 
 def test_the_self_test_compares_with_the_checkpoint(int4, tmp_path, monkeypatch):
