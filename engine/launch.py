@@ -173,7 +173,7 @@ def start_engine(
     progress.enter(STARTING)
     ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
-        progress.join(ranks.rank, ranks.world_size, ranks.store)
+        _follow_load(ranks, progress)
         if ranks.rank:
             return _build(config, files, ranks, checkpoint, progress), ranks
         with shown(progress, terminal):
@@ -205,8 +205,16 @@ def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ra
     config = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
     ranks.control = ControlClient(store, rank, _patience(config))
     progress = LoadProgress()
-    progress.join(rank, world_size, store)
+    _follow_load(ranks, progress)
     return _build(config, ModelFiles.read(config), ranks, None, progress), ranks
+
+
+def _follow_load(ranks: Ranks, progress: LoadProgress) -> None:
+    """Ranks tell each other how far their weights are, and rank 0's watch looks there for one that stands still."""
+    control = ranks.control
+    progress.join(ranks.rank, ranks.world_size, ranks.store, lambda: control and control.failure)
+    if isinstance(control, ControlServer):
+        control.loads = lambda: progress.shares
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from engine.errors import EngineDeadError
+
 CHECKING, SUMS, STARTING = "checking files", "verifying checksums", "starting ranks"
 READING, PREPARING, MEASURING, READY = "reading weights", "writing prepared weights", "measuring", "ready"
-REPORT_SECONDS = 0.25
+REPORT_SECONDS, MEETING_SECONDS = 0.25, 0.05
 BEHIND, STILL_SECONDS = 0.1, 5.0
 """A rank is behind that lacks so much of its share more than all do of theirs, or has read nothing for so long."""
 _KEY = "turnout/load"
@@ -132,9 +134,14 @@ class LoadProgress:
         self._seen = [(Share(), clock())]  # of each rank, with the time of its last change
         self._began: float | None = None
         self._reported = clock()
+        self._failure: Callable[[], str | None] = lambda: None
 
-    def join(self, rank: int, world_size: int, store: Store | None) -> None:
-        """The ranks are there; counts begin anew, before any weight is read. store: None for a rank alone."""
+    def join(
+        self, rank: int, world_size: int, store: Store | None, failure: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """The ranks are there; counts begin anew, before any weight is read. store: None for a rank alone. failure:
+        why a rank will not be heard of again."""
+        self._failure = failure
         self._rank, self._seen = rank, [(Share(), self._clock())] * world_size
         self._began = None
         self._store = None if store is None or world_size == 1 else store.clone()
@@ -161,6 +168,24 @@ class LoadProgress:
             key = f"{_KEY}/{rank}"
             if rank != self._rank and self._store.check([key]):
                 self._note(rank, Share(*map(int, self._store.get(key).split())))
+
+    def meet(self) -> None:
+        """Waits until every rank has read all that it will, however long that takes: a collective would end by the
+        process group's timeout. Raises EngineDeadError once it is known that one fails."""
+        store = self._store
+        if store is None:
+            return
+        keys = [f"{_KEY}/{rank}/whole" for rank in range(len(self._seen))]
+        store.set(keys[self._rank], "1")
+        while not store.check(keys):
+            if (reason := self._failure()) is not None:
+                raise EngineDeadError(reason)
+            time.sleep(MEETING_SECONDS)
+
+    @property
+    def shares(self) -> list[Share]:
+        """Of each rank, as far as it is known."""
+        return [share for share, _ in self._seen]
 
     def snapshot(self) -> Snapshot:
         shares, moved = zip(*self._seen, strict=True)

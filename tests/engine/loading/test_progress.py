@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from engine.comm.parallel_state import ParallelState
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.loading.progress import CHECKING, MEASURING, READING, LoadProgress
+from engine.model_files import ModelFiles
+from engine.model_runner import ModelRunner
+from tests.checkpoints import SMALL, build_checkpoint
 
 
 class DictStore(dict):
@@ -106,6 +112,54 @@ def test_a_rank_that_has_not_begun_counts_as_the_others_do(clock):
     ranks[0].poll()
     shot = ranks[0].snapshot()
     assert (shot.total, shot.percent, shot.behind, shot.is_complete) == (200, 50, 1, False)
+
+
+class Meeting(DictStore):
+    """Rank 1 has read all of its own when rank 0 asks for the third time."""
+
+    num_checks = 0
+
+    def check(self, keys):
+        self.num_checks += 1
+        if self.num_checks == 3:
+            self.set("turnout/load/1/whole", "1")
+        return super().check(keys)
+
+
+def test_ranks_wait_for_the_one_that_reads_last(clock):
+    store, progress = Meeting(), LoadProgress(clock)
+    progress.join(0, 2, store)
+    progress.meet()
+    assert store.num_checks == 3 and "turnout/load/0/whole" in store
+    last = LoadProgress(clock)
+    last.join(1, 2, store)
+    last.meet()
+    assert store.num_checks == 4, "the last need not wait"
+
+
+def test_nobody_waits_for_a_rank_that_has_failed(clock):
+    progress = LoadProgress(clock)
+    progress.join(0, 2, DictStore(), lambda: "rank 1 ended without a word")
+    with pytest.raises(EngineDeadError, match="rank 1 ended without a word"):
+        progress.meet()
+
+
+class Met(Exception):
+    pass
+
+
+class AtTheMeeting(LoadProgress):
+    def meet(self):
+        raise Met
+
+
+def test_no_collective_is_entered_before_all_ranks_have_read(tmp_path):
+    """There is no process group here, so that one would raise."""
+    config = EngineConfig(str(build_checkpoint(tmp_path / "small", SMALL)), device="cpu", dtype="float32", tp=2, ep=2)
+    progress = AtTheMeeting()
+    with pytest.raises(Met):
+        ModelRunner(config, ModelFiles.read(config), ParallelState(0, 2, 2), None, progress)
+    assert progress.snapshot().is_complete
 
 
 def test_the_store_is_written_a_few_times_a_second_and_at_the_end(clock):
