@@ -57,7 +57,7 @@ class ControlServer:
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.on_verdict: Callable[[], None] = lambda: None
-        self.position: Callable[[], int] = lambda: 0
+        self.position: Callable[[], float] = lambda: 0
         self.loads: Callable[[], Sequence[tuple[int, int]]] = lambda: [(0, 0)] * world_size
         self.watch = StepWatch(world_size, patience)
         self._step, self._base = START, 0
@@ -210,7 +210,7 @@ class ControlClient:
     ):
         self.rank, self._lost_parent = rank, lost_parent
         self._commands, self._watch = handshake.connect(store, rank)
-        self.position: Callable[[], int] = lambda: 0
+        self.position: Callable[[], float] = lambda: 0
         self.is_attending, self.expects_more = True, False
         self.failure: str | None = None
         self._ended = threading.Event()

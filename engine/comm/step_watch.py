@@ -65,7 +65,7 @@ class _Rank:
     load: bytes of weights that it has read, of how many (0: not known yet). moved: when position or load changed."""
 
     done: int = START - 1
-    position: tuple[int, int] = (START, 0)
+    position: tuple[int, float] = (START, 0)
     heard: float = 0.0
     load: tuple[int, int] = (0, 0)
     moved: float = 0.0
@@ -104,7 +104,7 @@ class StepWatch:
             if digest is not None:
                 self._compare(rank, step, digest)
 
-    def heard(self, rank: int, position: tuple[int, int] | None) -> None:
+    def heard(self, rank: int, position: tuple[int, float] | None) -> None:
         """A rank says that its process runs, and where its step is; None: its program has not come to the step."""
         with self._lock:
             state = self._ranks[rank]
