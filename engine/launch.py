@@ -34,7 +34,7 @@ from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.loading.display import shown
-from engine.loading.progress import STARTING, LoadProgress
+from engine.loading.progress import STARTING, LoadProgress, meet
 from engine.loading.weights import Checkpoint
 from engine.model_files import ModelFiles
 from engine.model_loading import check_model, open_checkpoint, verify_checksums
@@ -43,6 +43,7 @@ from engine.replica import Replica
 from engine.tokenizer import Tokenizer
 
 _CONFIG_KEY = "turnout/config"
+_SUMS_KEY = "turnout/sums"
 _START_TIMEOUT = timedelta(minutes=10)
 _END_SECONDS = 3.0
 _REASON_SECONDS = 0.5
@@ -253,8 +254,10 @@ def _check_gpus(config: EngineConfig, local_ranks: int) -> None:
 def _join(config: EngineConfig, world_size: int) -> Ranks:
     """torchrun's own rendezvous."""
     store, rank, _ = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
-    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True, must_exit=True)
     lost_agent = _agent_watch()
+    if config.verify_checksums:  # a rank with more of the files may be much later; torchrun ends all if one fails
+        meet(store, _SUMS_KEY, rank, world_size, lost_agent)
+    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True, must_exit=True)
     if rank == 0:
         ranks.lead(
             ControlServer(

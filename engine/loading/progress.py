@@ -172,15 +172,8 @@ class LoadProgress:
     def meet(self) -> None:
         """Waits until every rank has read all that it will, however long that takes: a collective would end by the
         process group's timeout. Raises EngineDeadError once it is known that one fails."""
-        store = self._store
-        if store is None:
-            return
-        keys = [f"{_KEY}/{rank}/whole" for rank in range(len(self._seen))]
-        store.set(keys[self._rank], "1")
-        while not store.check(keys):
-            if (reason := self._failure()) is not None:
-                raise EngineDeadError(reason)
-            time.sleep(MEETING_SECONDS)
+        if self._store is not None:
+            meet(self._store, f"{_KEY}/whole", self._rank, len(self._seen), self._failure)
 
     @property
     def shares(self) -> list[Share]:
@@ -211,3 +204,13 @@ class LoadProgress:
         self._reported = self._clock()
         if self._store is not None and self._rank:
             self._store.set(f"{_KEY}/{self._rank}", "{} {}".format(*self._share))
+
+
+def meet(store: Store, key: str, rank: int, num_ranks: int, failure: Callable[[], str | None]) -> None:
+    """Waits without a limit until every rank is here. Raises EngineDeadError once `failure` says why one will not."""
+    keys = [f"{key}/{one}" for one in range(num_ranks)]
+    store.set(keys[rank], "1")
+    while not store.check(keys):
+        if (reason := failure()) is not None:
+            raise EngineDeadError(reason)
+        time.sleep(MEETING_SECONDS)

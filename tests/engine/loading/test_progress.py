@@ -122,7 +122,7 @@ class Meeting(DictStore):
     def check(self, keys):
         self.num_checks += 1
         if self.num_checks == 3:
-            self.set("turnout/load/1/whole", "1")
+            self.set("turnout/load/whole/1", "1")
         return super().check(keys)
 
 
@@ -130,7 +130,7 @@ def test_ranks_wait_for_the_one_that_reads_last(clock):
     store, progress = Meeting(), LoadProgress(clock)
     progress.join(0, 2, store)
     progress.meet()
-    assert store.num_checks == 3 and "turnout/load/0/whole" in store
+    assert store.num_checks == 3 and "turnout/load/whole/0" in store
     last = LoadProgress(clock)
     last.join(1, 2, store)
     last.meet()
