@@ -169,11 +169,11 @@ class LoadProgress:
             if rank != self._rank and self._store.check([key]):
                 self._note(rank, Share(*map(int, self._store.get(key).split())))
 
-    def meet(self) -> None:
-        """Waits until every rank has read all that it will, however long that takes: a collective would end by the
-        process group's timeout. Raises EngineDeadError once it is known that one fails."""
+    def meet(self, moment: str) -> None:
+        """Waits until every rank has come to this moment, each of which comes once, however long reading takes until
+        then: a collective would end by the process group's timeout. Raises EngineDeadError once one has failed."""
         if self._store is not None:
-            meet(self._store, f"{_KEY}/whole", self._rank, len(self._seen), self._failure)
+            meet(self._store, f"{_KEY}/{moment}", self._rank, len(self._seen), self._failure)
 
     @property
     def shares(self) -> list[Share]:
