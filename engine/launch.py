@@ -34,7 +34,7 @@ from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.first_contact import MEETING_SECONDS, first_all_reduce, within
 from engine.loading.display import shown
-from engine.loading.progress import STARTING, LoadProgress
+from engine.loading.progress import STARTING, LoadProgress, meet
 from engine.loading.weights import Checkpoint
 from engine.model_files import ModelFiles
 from engine.model_loading import check_model, open_checkpoint, verify_checksums
@@ -43,6 +43,7 @@ from engine.replica import Replica
 from engine.tokenizer import Tokenizer
 
 _CONFIG_KEY = "turnout/config"
+_SUMS_KEY = "turnout/sums"
 _START_TIMEOUT = timedelta(minutes=10)
 _END_SECONDS = 3.0
 _REASON_SECONDS = 0.5
@@ -173,7 +174,7 @@ def start_engine(
     progress.enter(STARTING)
     ranks = _join(config, world_size) if world_size > 1 else _start_ranks(config, must_exit)
     try:
-        progress.join(ranks.rank, ranks.world_size, ranks.store)
+        _follow_load(ranks, progress)
         if ranks.rank:
             return _build(config, files, ranks, checkpoint, progress), ranks
         with shown(progress, terminal):
@@ -205,8 +206,16 @@ def start_worker(rank: int, world_size: int, address: str) -> tuple[Follower, Ra
     config = EngineConfig.from_json(store.get(_CONFIG_KEY).decode())
     ranks.control = ControlClient(store, rank, _patience(config))
     progress = LoadProgress()
-    progress.join(rank, world_size, store)
+    _follow_load(ranks, progress)
     return _build(config, ModelFiles.read(config), ranks, None, progress), ranks
+
+
+def _follow_load(ranks: Ranks, progress: LoadProgress) -> None:
+    """Ranks tell each other how far their weights are, and rank 0's watch looks there for one that stands still."""
+    control = ranks.control
+    progress.join(ranks.rank, ranks.world_size, ranks.store, lambda: control and control.failure)
+    if isinstance(control, ControlServer):
+        control.loads = lambda: progress.shares
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
@@ -245,8 +254,10 @@ def _check_gpus(config: EngineConfig, local_ranks: int) -> None:
 def _join(config: EngineConfig, world_size: int) -> Ranks:
     """torchrun's own rendezvous."""
     store, rank, _ = next(dist.rendezvous("env://", timeout=_START_TIMEOUT))
-    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True, must_exit=True)
     lost_agent = _agent_watch()
+    if config.verify_checksums:  # a rank with more of the files may be much later; torchrun ends all if one fails
+        meet(store, _SUMS_KEY, rank, world_size, lost_agent)
+    ranks = Ranks(rank, world_size, int(os.environ["LOCAL_RANK"]), store, joined=True, must_exit=True)
     if rank == 0:
         ranks.lead(
             ControlServer(

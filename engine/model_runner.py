@@ -54,6 +54,7 @@ class ModelRunner:
         self.model_config = files.model_config
         self.model = load_share(config, files, parallel, checkpoint, progress)
         self.drafter = load_draft(config, files, parallel, self.model, progress)
+        progress.meet("model and draft are read")
         progress.enter(MEASURING)
         self.num_guesses = 0 if self.drafter is None else config.num_draft_tokens
         self.overlaps = parallel.device.type == "cuda"

@@ -29,6 +29,8 @@ def main() -> int:
 
     try:
         follower, ranks = start_worker(arguments.rank, arguments.world_size, arguments.store)
+    except EngineDeadError:  # rank 0 has given the reason
+        return 1
     except Exception as error:
         log.logger.error("rank %d could not start: %s", arguments.rank, error)
         return 1

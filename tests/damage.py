@@ -164,7 +164,7 @@ def missing_expert(directory: Path) -> list[str]:
     return [_drop(directory, f"experts.7.up_proj.weight_{part}")[0] for part in ("packed", "scale", "shape")][:1]
 
 
-def _add(directory: Path, name: str, tensor: torch.Tensor, file: str, listed: bool = True) -> list[str]:
+def add(directory: Path, name: str, tensor: torch.Tensor, file: str, listed: bool = True) -> list[str]:
     _edit(directory, file, lambda t: t.update({name: tensor}))
     if listed:
         index = read_index(directory)
@@ -175,25 +175,25 @@ def _add(directory: Path, name: str, tensor: torch.Tensor, file: str, listed: bo
 
 def extra_tensor(directory: Path) -> list[str]:
     name, file = find(directory, "layers.1.self_attn.q_a_proj.weight")
-    return _add(directory, name.replace("weight", "bias"), torch.zeros(32, dtype=torch.bfloat16), file)
+    return add(directory, name.replace("weight", "bias"), torch.zeros(32, dtype=torch.bfloat16), file)
 
 
 def extra_layer(directory: Path) -> list[str]:
     file = find(directory, "lm_head.weight")[1]
     name = "language_model.model.layers.2.input_layernorm.weight"
-    return _add(directory, name, torch.ones(64, dtype=torch.bfloat16), file)
+    return add(directory, name, torch.ones(64, dtype=torch.bfloat16), file)
 
 
 def extra_tensor_that_the_index_hides(directory: Path) -> list[str]:
     file = find(directory, "lm_head.weight")[1]
-    return _add(directory, "language_model.model.surprise.weight", torch.zeros(4), file, listed=False)
+    return add(directory, "language_model.model.surprise.weight", torch.zeros(4), file, listed=False)
 
 
 def tensor_in_two_shards(directory: Path) -> list[str]:
     name, file = find(directory, "layers.0.input_layernorm.weight")
     tensor = load_file(directory / file)[name]
     other = next(f for f in read_index(directory)["weight_map"].values() if f != file)
-    _add(directory, name, tensor + 1, other, listed=False)
+    add(directory, name, tensor + 1, other, listed=False)
     return [name]
 
 
@@ -201,14 +201,14 @@ def plain_and_packed_expert(directory: Path) -> list[str]:
     """One expert's weight both packed and plain: no telling which one counts."""
     name, file = find(directory, "experts.1.gate_proj.weight_packed")
     plain = name.removesuffix("_packed")
-    return _add(directory, plain, torch.zeros(64, 64, dtype=torch.bfloat16), file)[:1]
+    return add(directory, plain, torch.zeros(64, 64, dtype=torch.bfloat16), file)[:1]
 
 
 def fp8_blocks(directory: Path) -> list[str]:
     """K2-Instruct's weights: FP8 with one scale for each block of 128 x 128. Refused by name."""
     name, file = find(directory, "layers.0.mlp.gate_proj.weight")
     _edit(directory, file, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
-    _add(directory, f"{name}_scale_inv", torch.ones(1, 1), file)
+    add(directory, f"{name}_scale_inv", torch.ones(1, 1), file)
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
     edit_config(directory, lambda c: c["text_config"].update(quantization_config=fp8))
     return ["FP8"]

@@ -15,10 +15,11 @@ def wait():
         time.sleep(0.01)
 
 preadv = os.preadv
+stands_still = {option!r} in " ".join(sys.argv)
 
 def slow_preadv(*arguments):
     reader = sys._getframe(1).f_locals
-    if reader["job"].span is not reader["self"]._spans[0]:
+    if stands_still and reader["job"].span is not reader["self"]._spans[0]:
         wait()
     return preadv(*arguments)
 
@@ -43,13 +44,15 @@ hashlib.sha256 = SlowSum
 
 
 class SlowDisk:
-    """In each program a reader's first span of weights comes at once, others and checksums after `open`."""
+    """In each program a reader's first span of weights comes at once, others and checksums after `open`. rank: one that
+    rank 0 starts, alone in this where it is given."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, rank: int | None = None):
         self._gate = directory / "disk-moves"
         folder = directory / "slow-disk"
         folder.mkdir()
-        (folder / "sitecustomize.py").write_text(_HOOK.format(gate=str(self._gate)))
+        option = "" if rank is None else f"--rank {rank} "
+        (folder / "sitecustomize.py").write_text(_HOOK.format(gate=str(self._gate), option=option))
         self.python_path = os.pathsep.join([str(folder), str(ROOT)])
 
     def open(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ from tests.checkpoints import SMALL, build_checkpoint
 from tests.processes import PYTHON, TORCHRUN, Program, running, until
 from tests.slow_disk import SlowDisk
 
+CERTIFICATE = "tests/engine/server/loopback.pem"  # of 127.0.0.1, with its key
 KEY = {"authorization": "Bearer a-key"}
 TORCHRUN_2 = [*TORCHRUN, "--nproc-per-node", "2"]
 TWO_RANKS = ["--tp", "2", "--ep", "2"]
@@ -32,10 +34,13 @@ def command(launcher: list[str], model: Path, *options: str) -> list[str]:
     return [*launcher, "serve.py", *fixed, *options]
 
 
-def probe(program: Program) -> httpx.Client:
-    """A client of the server that loads; one connection, kept."""
-    url = program.expect(r"loading; (http://127\.0\.0\.1:\d+)/health")[1]
-    return httpx.Client(base_url=url, timeout=60, trust_env=False, limits=httpx.Limits(max_connections=1))
+def probe(program: Program, certificate: str | None = None) -> httpx.Client:
+    """A client of the server that loads; one connection, kept. certificate: the only one that it trusts, over https."""
+    scheme = "https" if certificate else "http"
+    url = program.expect(rf"loading; ({scheme}://127\.0\.0\.1:\d+)/health")[1]
+    verify = ssl.create_default_context(cafile=certificate) if certificate else True
+    limits = httpx.Limits(max_connections=1)
+    return httpx.Client(base_url=url, timeout=60, trust_env=False, limits=limits, verify=verify)
 
 
 def has_begun(http: httpx.Client) -> bool:
@@ -45,10 +50,11 @@ def has_begun(http: httpx.Client) -> bool:
 
 
 def test_health_is_503_with_progress_until_the_same_connection_gets_answers(small, tmp_path):
-    """As a readiness probe sees it. Every other call is refused as while the server drains, keys are asked for."""
-    disk = SlowDisk(tmp_path)
-    with running(command(PYTHON, small, "--api-key", "a-key"), tmp_path, PYTHONPATH=disk.python_path) as program:
-        with probe(program) as http:
+    """As a readiness probe sees it, over https. Every other call is refused as while the server drains, keys are asked
+    for. Whoever comes when the server is ready sees the same certificate."""
+    disk, options = SlowDisk(tmp_path), ["--api-key", "a-key", "--ssl-certfile", CERTIFICATE]
+    with running(command(PYTHON, small, *options), tmp_path, PYTHONPATH=disk.python_path) as program:
+        with probe(program, CERTIFICATE) as http:
             until(lambda: has_begun(http), 60, "bytes have been read")
             answer = http.get("/health")
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -65,8 +71,20 @@ def test_health_is_503_with_progress_until_the_same_connection_gets_answers(smal
             assert http.get("/health").json() == {"status": "ok"}
             answer = http.post("/v1/completions", json={"prompt": "The", "max_tokens": 2}, headers=KEY)
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+        with probe(program, CERTIFICATE) as http:
+            assert http.get("/health").status_code == 200
         program.signal(signal.SIGTERM)
         assert program.ends() == 0 and "Traceback" not in program.output, program.output
+
+
+@pytest.mark.slow
+def test_a_rank_whose_disk_stands_still_is_named_with_its_bytes(small, tmp_path):
+    """The other has read all of its share and waits for it, in no collective."""
+    disk = SlowDisk(tmp_path, rank=1)
+    options = [*TWO_RANKS, "--comm-timeout", "25"]
+    with running(command(PYTHON, small, *options), tmp_path, PYTHONPATH=disk.python_path) as program:
+        program.expect(r"serve\.py: rank 1 has read nothing for 20 s while reading weights, at 0\.00 of 0\.00 GB;")
+        assert program.ends() == 1 and "Traceback" not in program.output, program.output
 
 
 def shared_memory(program: Program) -> set[str]:

@@ -11,6 +11,7 @@ import serve
 from engine import log
 from engine.model_runner import ModelRunner
 from tests.checkpoints import SMALL, build_checkpoint
+from tests.damage import DAMAGES
 
 
 @pytest.fixture
@@ -99,6 +100,14 @@ def test_b158_a_missing_tokenizer_is_found_before_loading(nothing_loads, capsys,
     directory = build_checkpoint(tmp_path, SMALL)
     (directory / "tiktoken.model").unlink()
     assert "tiktoken.model" in refusal(capsys, "--port", "0", "--device", "cpu", "--model", str(directory))
+
+
+@pytest.mark.parametrize("damage", ["truncated_by_one_byte", "deleted_shard", "wrong_shape"])
+def test_b154_a_damaged_checkpoint_ends_the_server_before_it_loads(nothing_loads, capsys, tmp_path, damage):
+    directory = build_checkpoint(tmp_path, SMALL, shards=3)
+    words = DAMAGES[damage](directory)
+    line = refusal(capsys, "--port", "0", "--device", "cpu", "--model", str(directory))
+    assert all(word in line for word in words), line
 
 
 def test_more_ranks_than_gpus(nothing_loads, capsys, monkeypatch):

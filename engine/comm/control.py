@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -36,8 +36,8 @@ class ControlServer:
     """Rank 0's end. Waits for every other rank, then sends frames to all of them and watches over them.
 
     `lost_rank` says why a rank will never connect, `lost_parent` why this process is not looked after any more, or
-    None. `position` counts the collectives that this rank has entered. Raises EngineDeadError if a rank does not
-    connect.
+    None. `position` counts the collectives that this rank has entered; `loads` says of each rank how many bytes of its
+    weights it has read, and of how many. Raises EngineDeadError if a rank does not connect.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class ControlServer:
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.on_verdict: Callable[[], None] = lambda: None
-        self.position: Callable[[], int] = lambda: 0
+        self.position: Callable[[], float] = lambda: 0
+        self.loads: Callable[[], Sequence[tuple[int, int]]] = lambda: [(0, 0)] * world_size
         self.watch = StepWatch(world_size, patience)
         self._step, self._base = START, 0
         self.step_thread = threading.get_ident()
@@ -138,6 +139,8 @@ class ControlServer:
 
     def _ask_all(self) -> None:
         self.watch.heard(0, (self._step, self.position() - self._base))
+        if self._step == START:
+            self.watch.loaded(self.loads())
         question = frame({"process": own_mark()})
         for peer in self._watched.values():
             with contextlib.suppress(OSError):  # a full buffer is that of a rank that is silent anyway
@@ -207,7 +210,7 @@ class ControlClient:
     ):
         self.rank, self._lost_parent = rank, lost_parent
         self._commands, self._watch = handshake.connect(store, rank)
-        self.position: Callable[[], int] = lambda: 0
+        self.position: Callable[[], float] = lambda: 0
         self.is_attending, self.expects_more = True, False
         self.failure: str | None = None
         self._ended = threading.Event()

@@ -21,13 +21,15 @@ VERBS = {
 }
 """Kind -> the verb of a dispatcher that is counted as such."""
 
+_MOST_PART_CALLS = 2**20
+
 
 @dataclass
 class CommMeter:
     """Rounds and bytes sent by this rank, by kind. A verb of the dispatcher is one round, however it is carried out.
 
     seconds has the kinds alone that were timed: collectives that the host waits for are, within `clock`.
-    calls: collectives entered, counted before they may wait for another rank.
+    calls: collectives entered, counted before they may wait for another rank; those of a part of the ranks apart.
     """
 
     rounds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -36,11 +38,19 @@ class CommMeter:
     _uncounted_seconds: float = 0.0
     _counted_as: str | None = None
     calls: int = 0
+    _part_calls: tuple[int, int] = (0, 0)
 
     @property
-    def position(self) -> int:
-        """Grows with every collective entered and every round done; equal on ranks that have come equally far."""
-        return self.calls + sum(self.rounds.values())
+    def position(self) -> float:
+        """Grows with every collective entered and every round done; equal on ranks that have come equally far. Those of
+        a part of the ranks, of which other parts may have more or less, are fractions between two of all ranks."""
+        since, count = self._part_calls
+        return self.calls + sum(self.rounds.values()) + (count / _MOST_PART_CALLS if since == self.calls else 0)
+
+    def enter_part(self) -> None:
+        """Counts a collective of a part of the ranks."""
+        since, count = self._part_calls
+        self._part_calls = self.calls, min(count + 1, _MOST_PART_CALLS - 1) if since == self.calls else 1
 
     def count(self, kind: str, num_bytes: int, rounds: int = 1) -> None:
         """The time spent within `clock` since the count before is this kind's."""

@@ -2,20 +2,23 @@
 
 Nothing here waits or talks: rank 0's step and the thread that reads the other ranks' words report what they see, with
 a clock that a test may replace. A step is work without an end only if no rank moves: each collective that any rank
-enters starts the time anew, so a long step is no hang. Between steps nothing is watched.
+enters starts the time anew, so a long step is no hang. While weights are loaded each byte does, for a slow disk is no
+hang either; a rank that reads none for long is at fault although others read. Between steps nothing is watched.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 START = 0
 """The number of the "step" in which an engine is built: it may take long, but no process may fall silent."""
 SILENT_START_SECONDS = 120.0  # reading a large tensor from a slow disk holds the interpreter
+STILL_LOAD_SECONDS = 300.0
+"""A rank that is at its weights has read none for so long: longer than a disk or a network file system recovers in."""
 _SILENT_SHARE = 0.4
 LEAST_SILENCE_SECONDS = 3.0
 
@@ -25,6 +28,10 @@ class Patience(NamedTuple):
 
     step: float = 20.0
     start: float = 480.0
+
+    @property
+    def load(self) -> float:
+        return min(STILL_LOAD_SECONDS, self.start)
 
     @property
     def silence(self) -> float:
@@ -54,11 +61,14 @@ class Verdict:
 
 @dataclass
 class _Rank:
-    """done: the last step it has finished. position: (step, collectives entered). heard: when it last said a word."""
+    """done: the last step it has finished. position: (step, collectives entered). heard: when it last said a word.
+    load: bytes of weights that it has read, of how many (0: not known yet). moved: when position or load changed."""
 
     done: int = START - 1
-    position: tuple[int, int] = (START, 0)
+    position: tuple[int, float] = (START, 0)
     heard: float = 0.0
+    load: tuple[int, int] = (0, 0)
+    moved: float = 0.0
     is_away: bool = False
 
 
@@ -82,7 +92,7 @@ class StepWatch:
         with self._lock:
             if not self._is_busy():
                 for rank in self._ranks:
-                    rank.heard = self._clock()
+                    rank.heard = rank.moved = self._clock()
             self._step = step
             self._ranks[0].position = (step, 0)
             self._progress = self._clock()
@@ -94,13 +104,25 @@ class StepWatch:
             if digest is not None:
                 self._compare(rank, step, digest)
 
-    def heard(self, rank: int, position: tuple[int, int] | None) -> None:
+    def heard(self, rank: int, position: tuple[int, float] | None) -> None:
         """A rank says that its process runs, and where its step is; None: its program has not come to the step."""
         with self._lock:
             state = self._ranks[rank]
             state.heard, state.is_away = self._clock(), position is None
             if position is not None and position != state.position:
-                state.position, self._progress = position, self._clock()
+                state.position = position
+                self._move(state)
+
+    def loaded(self, loads: Iterable[tuple[int, int]]) -> None:
+        """How far each rank's weights are, in rank order; as of `_Rank.load`."""
+        with self._lock:
+            for state, load in zip(self._ranks, loads, strict=True):
+                if load != state.load:
+                    state.load = load
+                    self._move(state)
+
+    def _move(self, state: _Rank) -> None:
+        state.moved = self._progress = self._clock()
 
     @property
     def is_busy(self) -> bool:
@@ -115,7 +137,7 @@ class StepWatch:
         with self._lock:
             if self._disagreement is not None or not self._is_busy():
                 return self._disagreement
-            return self._silence() or self._hang()
+            return self._silence() or self._still_load() or self._hang()
 
     def _is_busy(self) -> bool:
         return any(rank.done < self._step for rank in self._ranks)
@@ -128,6 +150,22 @@ class StepWatch:
         if not ranks:
             return None
         return Verdict(f"{_name(ranks, 'does', 'do')} not respond in {self._where(ranks[0])}.", ranks)
+
+    def _still_load(self) -> Verdict | None:
+        """Names the ranks that should read and do not. One that has entered more collectives than another waits for it
+        there, and one that has all of its share waits for the others."""
+        if self._step != START:
+            return None
+        late = {r: rank for r, rank in enumerate(self._ranks) if rank.done < START}
+        least, since = min(rank.position for rank in late.values()), self._clock() - self._patience.load
+        still = {r: rank.load for r, rank in late.items() if rank.position == least and rank.moved < since}
+        still = {r: (done, total) for r, (done, total) in still.items() if done < total}
+        if not still:
+            return None
+        ranks = tuple(still)
+        places = ", ".join(f"{done / 1e9:.2f} of {total / 1e9:.2f}" for done, total in still.values())
+        what = f"read nothing for {self._patience.load:g} s while reading weights, at {places} GB"
+        return Verdict(f"{_name(ranks, 'has', 'have')} {what}; look at the disk that holds them.", ranks)
 
     def _hang(self) -> Verdict | None:
         """Names whom the others wait for: of the ranks that are not done, those that have come least far."""

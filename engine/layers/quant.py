@@ -80,7 +80,7 @@ class FloatExperts(nn.Module):
         """How a matrix's name goes on -> what is wanted of that tensor, the store left open."""
         part = self._part(name, self.columns) if is_here else None
         return {
-            "weight": TensorSpec(self._shape(name), FLOAT_TYPES, part, _nothing, is_everywhere=self._is_shared(name))
+            "weight": TensorSpec(self._shape(name), FLOAT_TYPES, part, _nothing, **self._sharing(name)),
         }
 
     def _stores(self, name: str, index: int) -> tuple[_Store, ...]:
@@ -97,9 +97,11 @@ class FloatExperts(nn.Module):
             return self.down[index]
         return self.gate_up[index].chunk(2)[name == "up_proj"]
 
-    def _is_shared(self, name: str) -> bool:
-        """Whether every rank reads this matrix's rows: all have all experts, and each its columns of them."""
-        return name == "down_proj" and len(self.local) == self.num_experts
+    def _sharing(self, name: str) -> dict[str, bool]:
+        """Which other ranks read this matrix's rows: those that have the same experts, and each its columns of them."""
+        is_cut = name == "down_proj" and self.columns.stop - self.columns.start < self.expert_width
+        has_all = len(self.local) == self.num_experts
+        return {"is_everywhere": name == "down_proj" and has_all, "is_in_group": is_cut and not has_all}
 
     def _part(self, name: str, columns: slice) -> tuple[slice, ...]:
         return (WHOLE, columns) if name == "down_proj" else (columns, WHOLE)
@@ -118,7 +120,7 @@ class Int4Experts(FloatExperts):
         if width % GROUP_SIZE:
             raise ValueError(f"{width} input columns of an expert are not whole groups of {GROUP_SIZE}.")
         words = scales = shape = None
-        shared = self._is_shared(name)
+        sharing = self._sharing(name)
         if is_here:
             is_down = name == "down_proj"
             words, scales = (
@@ -126,8 +128,8 @@ class Int4Experts(FloatExperts):
             )
             shape = (WHOLE,)
         return {
-            "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing, is_everywhere=shared),
-            "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing, is_everywhere=shared),
+            "weight_packed": TensorSpec((out, width // 8), ("I32",), words, _nothing, **sharing),
+            "weight_scale": TensorSpec((out, width // GROUP_SIZE), FLOAT_TYPES, scales, _nothing, **sharing),
             "weight_shape": TensorSpec((2,), ("I32", "I64"), shape, _nothing, on_host=True),
         }
 

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from engine.errors import EngineDeadError
+
 CHECKING, SUMS, STARTING = "checking files", "verifying checksums", "starting ranks"
 READING, PREPARING, MEASURING, READY = "reading weights", "writing prepared weights", "measuring", "ready"
-REPORT_SECONDS = 0.25
+REPORT_SECONDS, MEETING_SECONDS = 0.25, 0.05
 BEHIND, STILL_SECONDS = 0.1, 5.0
 """A rank is behind that lacks so much of its share more than all do of theirs, or has read nothing for so long."""
 _KEY = "turnout/load"
@@ -132,9 +134,14 @@ class LoadProgress:
         self._seen = [(Share(), clock())]  # of each rank, with the time of its last change
         self._began: float | None = None
         self._reported = clock()
+        self._failure: Callable[[], str | None] = lambda: None
 
-    def join(self, rank: int, world_size: int, store: Store | None) -> None:
-        """The ranks are there; counts begin anew, before any weight is read. store: None for a rank alone."""
+    def join(
+        self, rank: int, world_size: int, store: Store | None, failure: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """The ranks are there; counts begin anew, before any weight is read. store: None for a rank alone. failure:
+        why a rank will not be heard of again."""
+        self._failure = failure
         self._rank, self._seen = rank, [(Share(), self._clock())] * world_size
         self._began = None
         self._store = None if store is None or world_size == 1 else store.clone()
@@ -162,6 +169,17 @@ class LoadProgress:
             if rank != self._rank and self._store.check([key]):
                 self._note(rank, Share(*map(int, self._store.get(key).split())))
 
+    def meet(self, moment: str) -> None:
+        """Waits until every rank has come to this moment, each of which comes once, however long reading takes until
+        then: a collective would end by the process group's timeout. Raises EngineDeadError once one has failed."""
+        if self._store is not None:
+            meet(self._store, f"{_KEY}/{moment}", self._rank, len(self._seen), self._failure)
+
+    @property
+    def shares(self) -> list[Share]:
+        """Of each rank, as far as it is known."""
+        return [share for share, _ in self._seen]
+
     def snapshot(self) -> Snapshot:
         shares, moved = zip(*self._seen, strict=True)
         now = self._clock()
@@ -186,3 +204,13 @@ class LoadProgress:
         self._reported = self._clock()
         if self._store is not None and self._rank:
             self._store.set(f"{_KEY}/{self._rank}", "{} {}".format(*self._share))
+
+
+def meet(store: Store, key: str, rank: int, num_ranks: int, failure: Callable[[], str | None]) -> None:
+    """Waits without a limit until every rank is here. Raises EngineDeadError once `failure` says why one will not."""
+    keys = [f"{key}/{one}" for one in range(num_ranks)]
+    store.set(keys[rank], "1")
+    while not store.check(keys):
+        if (reason := failure()) is not None:
+            raise EngineDeadError(reason)
+        time.sleep(MEETING_SECONDS)

@@ -1,8 +1,9 @@
-"""What every rank wants of the files is read once: each rank reads a piece, and the ranks give each other the rest.
+"""What several ranks want of the files is read once: each reads a piece, and they give each other the rest.
 
-Whole tensors that are on all ranks, and those of which each takes some columns, so that it would read all rows. They go
-in batches, whose order and cuts every rank works out alike from headers and specs; between the batches each rank reads
-what it alone wants. Its reader's threads go on reading ahead while ranks exchange a batch.
+Whole tensors that are on all ranks, and those of which each takes some columns, so that it would read all rows: of all
+ranks, or within an expert group. They go in batches, whose order and cuts every rank works out alike from headers and
+specs; between the batches each rank reads what it alone wants. Its reader's threads go on reading ahead while ranks
+exchange a batch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from engine.comm.collectives import all_gather
+from engine.comm.meter import CommMeter
 from engine.comm.parallel_state import ParallelState
 from engine.comm.peers import peer_obstacle
 from engine.loading import tensor_reader
@@ -28,15 +31,33 @@ _PLACE = 16  # bytes; where a tensor of any type may begin
 
 
 class Gather(NamedTuple):
-    """How this rank exchanges pieces. run: uint8 [n] of this rank -> uint8 [num_ranks, n] of all, in rank order."""
+    """How this rank exchanges pieces with some others. run: uint8 [n] of this rank -> uint8 [num_ranks, n] of all of
+    them, in rank order.
+
+    open_group: the same among the ranks of this one's expert group, and what ends it; a collective of all ranks. None:
+    there are no groups of more than one and fewer than all ranks."""
 
     rank: int
     num_ranks: int
     run: Callable[[torch.Tensor], torch.Tensor]
+    open_group: Callable[[], tuple[Gather, Callable[[], None]]] | None = None
 
     @classmethod
     def over(cls, parallel: ParallelState) -> Gather:
-        return cls(parallel.rank, parallel.tp, lambda piece_B: all_gather(piece_B, parallel)[0])
+        has_groups = 1 < parallel.expert_tp < parallel.tp
+        open_group = (lambda: _open_group(parallel)) if has_groups else None
+        return cls(parallel.rank, parallel.tp, lambda piece_B: all_gather(piece_B, parallel)[0], open_group)
+
+
+def _open_group(parallel: ParallelState) -> tuple[Gather, Callable[[], None]]:
+    group, _ = dist.new_subgroups(parallel.expert_tp, group=parallel.group)
+    ranks = replace(parallel, rank=parallel.expert_tp_rank, tp=parallel.expert_tp, ep=1, group=group, meter=CommMeter())
+
+    def run(piece_B: torch.Tensor) -> torch.Tensor:
+        parallel.meter.enter_part()
+        return all_gather(piece_B, ranks)[0]
+
+    return Gather(ranks.rank, ranks.tp, run), lambda: dist.destroy_process_group(group)
 
 
 def gather_if_faster(parallel: ParallelState) -> Gather | None:
@@ -81,30 +102,31 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Of one file, its integers or the rest: batches for all ranks, then what this rank alone wants."""
+    """Of one file, its integers or the rest: batches for all ranks, then those for its expert group, each with how they
+    are exchanged, then what this rank alone wants."""
 
-    batches: list[Batch]
+    batches: list[tuple[Gather, Batch]]
     own: list[Wish]
 
-    def spans(self, rank: int) -> list[Span]:
-        return [span for batch in self.batches for span in batch.spans(rank)] + tensor_reader.plan(self.own)
+    def spans(self) -> list[Span]:
+        together = [span for gather, batch in self.batches for span in batch.spans(gather.rank)]
+        return together + tensor_reader.plan(self.own)
 
 
-def plan(wishes: list[Wish], num_ranks: int) -> list[Step]:
-    """File by file, integers last for the reason that `tensor_reader.plan` has. Every rank finds the same batches in
-    the same order, also where it wants nothing else of a file."""
-    groups: dict[tuple, list[Wish]] = defaultdict(list)
+def plan(wishes: list[Wish], everyone: Gather, group: Gather | None = None) -> list[Step]:
+    """File by file, integers last for the reason that `tensor_reader.plan` has. Every rank finds the same batches for
+    all in the same order, also where it wants nothing else of a file, and those of a group the same for the group."""
+    files: dict[tuple, dict[Gather | None, list[Wish]]] = defaultdict(lambda: defaultdict(list))
     for wish in wishes:
-        groups[str(wish.header.file), wish.header.dtype == "I32"].append(wish)
-    steps = []
-    for _, group in sorted(groups.items()):
-        shared = [wish for wish in group if is_shared(wish)]
-        steps.append(Step(_batches(shared, num_ranks), [wish for wish in group if not is_shared(wish)]))
-    return steps
-
-
-def is_shared(wish: Wish) -> bool:
-    return wish.is_everywhere and not wish.on_host
+        gather = None if wish.on_host else everyone if wish.is_everywhere else group if wish.is_in_group else None
+        files[str(wish.header.file), wish.header.dtype == "I32"][gather].append(wish)
+    gathers = [gather for gather in (everyone, group) if gather is not None]
+    return [
+        Step(
+            [(gather, batch) for gather in gathers for batch in _batches(found[gather], gather.num_ranks)], found[None]
+        )
+        for _, found in sorted(files.items(), key=lambda item: item[0])
+    ]
 
 
 def _batches(wishes: list[Wish], num_ranks: int) -> list[Batch]:
@@ -132,15 +154,20 @@ def read(wishes: list[Wish], device: torch.device, gather: Gather) -> Iterator[t
 
     Beside the reader's ring it takes memory on `device` for a batch and this rank's piece of it. A rank that stops in
     between leaves the others waiting in a collective, as one that fails in a step does."""
-    steps = plan(wishes, gather.num_ranks)
-    reader = tensor_reader.open_reader([span for step in steps for span in step.spans(gather.rank)], device)
+    group, close_group = None, None
+    if gather.open_group is not None and any(wish.is_in_group for wish in wishes):
+        group, close_group = gather.open_group()
+    steps = plan(wishes, gather, group)
+    reader = tensor_reader.open_reader([span for step in steps for span in step.spans()], device)
     with closing(iter(reader)) as spans:
         for step in steps:
-            for batch in step.batches:
-                piece_B = _read_piece(batch, gather.rank, spans, reader, device)
-                yield from _gathered(batch, gather.run(piece_B))
+            for ranks, batch in step.batches:
+                piece_B = _read_piece(batch, ranks.rank, spans, reader, device)
+                yield from _gathered(batch, ranks.run(piece_B))
             own = islice(spans, len(tensor_reader.plan(step.own)))
             yield from tensor_reader.hand_out(step.own, own, reader, device)
+    if close_group is not None:  # not after a failure: it would wait for ranks that are no more
+        close_group()
 
 
 def _read_piece(batch: Batch, rank: int, spans, reader, device: torch.device) -> torch.Tensor:

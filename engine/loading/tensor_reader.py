@@ -29,7 +29,7 @@ Store = Callable[[torch.Tensor], None]
 
 class Wish(NamedTuple):
     """A tensor and the slice of each of its dimensions that is wanted; on_host: not on the device; is_everywhere: each
-    rank wants just these rows; store: who takes them."""
+    rank wants just these rows; store: who takes them; is_in_group: each rank of an expert group wants just these."""
 
     name: str
     header: TensorHeader
@@ -37,6 +37,7 @@ class Wish(NamedTuple):
     on_host: bool = False
     is_everywhere: bool = False
     store: Store | None = None
+    is_in_group: bool = False
 
     @property
     def rows(self) -> range:

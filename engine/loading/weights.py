@@ -32,6 +32,7 @@ class TensorSpec(NamedTuple):
     store: takes the slice that was read; raises ValueError where the values themselves make no sense.
     on_host: a table that `store` looks at itself, which on a device would mean to wait for it.
     is_everywhere: each rank wants the same rows, if perhaps other columns of them, and says so.
+    is_in_group: each rank of this one's expert group does, and no other.
     rows: the store of some of the part's rows, where a long tensor may come in pieces; None: it comes whole.
     """
 
@@ -41,6 +42,7 @@ class TensorSpec(NamedTuple):
     store: Store
     on_host: bool = False
     is_everywhere: bool = False
+    is_in_group: bool = False
     rows: Callable[[slice], Store] | None = None
 
 
@@ -124,7 +126,7 @@ class Checkpoint:
     def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
         """What of the files this rank reads."""
         return [
-            Wish(name, self.tensors[name], spec.part, spec.on_host, spec.is_everywhere, spec.store)
+            Wish(name, self.tensors[name], spec.part, spec.on_host, spec.is_everywhere, spec.store, spec.is_in_group)
             for name, spec in specs.items()
             if spec.part is not None
         ]

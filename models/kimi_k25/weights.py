@@ -56,9 +56,11 @@ class OpenedModel:
 
         Raises CheckpointError naming file and tensor, ConfigError for a self-test that fails."""
         parallel, gather, prepared, was_taken = self.model.parallel, gather_if_faster(self.model.parallel), None, False
+        progress = progress or LoadProgress()
         if preparation is not None:
             prepared = prepared_weights(preparation, self.model, self.checkpoint, self.storage)
             was_taken = prepared.load(progress)
+            progress.meet("prepared weights are read")
             if not agree_on_minimum(int(not was_taken), parallel):
                 gather = None  # a rank has its weights, and would not read with the others
         if not was_taken:
@@ -67,6 +69,7 @@ class OpenedModel:
             remedy = f"remove {prepared.path}, " if was_taken else ""
             _test_experts(self.model, self.checkpoint, self.specs, self.prefix, remedy)
         if prepared is not None:
+            progress.meet("the model is read")
             agree_on_minimum(0, parallel)  # that all have loaded: no rank's time to load counts as one's to write
             if not was_taken:
                 prepared.store(progress)

@@ -13,6 +13,7 @@ import pytest
 
 from engine import launch
 from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.launch import start_engine
 from engine.loading.weights import Checkpoint
 from tests.checkpoints import SMALL, build_checkpoint
@@ -285,6 +286,36 @@ def test_graphs_end_before_the_process_group_that_they_hold(monkeypatch):
     assert order == ["runner", "group"]
     ranks.close()
     assert order == ["runner", "group", "group"], "a runner ends once"
+
+
+class SlowSums(dict):
+    """A store in which rank 0 has its checksums when rank 1 looks for the third time."""
+
+    num_checks = 0
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        self.num_checks += 1
+        if self.num_checks == 3:
+            self.set("turnout/sums/0", "1")
+        return all(key in self for key in keys)
+
+
+def test_ranks_of_torchrun_wait_for_the_one_with_the_most_checksums(monkeypatch):
+    """Before they meet, for which there is a limit."""
+    store, met = SlowSums(), []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(launch.dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(launch, "ControlClient", lambda *_: met.append(sorted(store)))
+    for verifies in (True, False):
+        launch._join(EngineConfig(device="cpu", tp=2, verify_checksums=verifies), 2)
+    assert met[0] == ["turnout/sums/0", "turnout/sums/1"] and store.num_checks == 3, "once, and only where asked for"
+    monkeypatch.setattr(launch, "_agent_watch", lambda: lambda: "has lost the torchrun that started it")
+    store.clear()
+    with pytest.raises(EngineDeadError, match="has lost the torchrun"):
+        launch._join(EngineConfig(device="cpu", tp=2, verify_checksums=True), 2)
 
 
 def test_the_headers_of_the_checkpoint_are_read_once(monkeypatch):

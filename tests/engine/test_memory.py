@@ -90,6 +90,25 @@ def test_steps_come_before_the_trial_and_both_leave_nothing(runner):
     assert recorder.memory() == 0, "the trial's graphs are gone before the cache is there"
 
 
+class AfterALoad(FakeGauge):
+    """Loading has left 20 GiB to the allocator, which gives them back when it is told to."""
+
+    idle = 20 * GIB
+
+    def in_use(self) -> int:
+        self.idle = 0
+        return super().in_use()
+
+    def peak(self, call) -> int:
+        return super().peak(call) + self.idle
+
+
+def test_b156_the_cache_is_sized_after_what_loading_left_idle_is_given_back(runner):
+    recorder = RerunRecorder(())
+    gauge = AfterALoad(runner, [peak * GIB for peak in (3, 9, 4, 5)], recorder)
+    assert memory.measure(runner, gauge, None) == measured(runner, with_graphs=False)[0] and gauge.idle == 0
+
+
 def test_nothing_is_captured_where_nothing_will_be(runner):
     use, _, recorder = measured(runner, with_graphs=False)
     assert use.graphs == 0 and recorder.graphs == []

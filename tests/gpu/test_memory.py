@@ -9,6 +9,7 @@ from engine import LLM, SamplingParams
 from engine.cache_plan import GIB
 from engine.config import FULL_CONFIG, ConfigError
 from engine.host_blocks import HostBlocks
+from engine.memory import GpuGauge
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +30,14 @@ def test_promises_of_a_share_hold():
         llm.generate([[i] * (1 + i % 17) for i in range(64)], params)
         assert torch.cuda.max_memory_allocated() - before <= use.step
         assert torch.cuda.mem_get_info()[0] >= use.margin // 2
+
+
+def test_b156_idle_memory_of_the_allocator_goes_back_before_it_is_counted():
+    gauge = GpuGauge(torch.device("cuda", torch.cuda.current_device()))
+    before = gauge.in_use()
+    torch.empty(GIB, dtype=torch.uint8, device="cuda")  # as a load's last buffers, freed at once
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= GIB
+    assert gauge.in_use() - before < GIB // 2
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_sum():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import signal
@@ -200,6 +201,20 @@ def test_what_is_no_failure_report_is_a_failure_too(pair):
     server, client = pair
     client._commands.sendall(frames.frame(["junk"]))
     assert "rank 1" in server.wait_for_failure(SECONDS)
+
+
+def test_a_rank_that_reads_no_weights_is_found_while_the_others_read():
+    server = Server(2, Patience(start=0.5))
+    peers = [server.connect() for _ in handshake.CHANNELS]
+    for channel, peer in zip(handshake.CHANNELS, peers, strict=True):
+        peer.sendall(handshake.hello(server.address[2], 1, channel))
+    reads = itertools.count(1)
+    server.ready().loads = lambda: [(next(reads), 10**9), (5 * 10**8, 10**9)]
+    reason = server.server.wait_for_failure(SECONDS)
+    assert reason.startswith("rank 1 has read nothing for 0.5 s while reading weights, at 0.50 of 1.00 GB")
+    server.server.close()
+    for peer in peers:
+        peer.close()
 
 
 def start_client(server: Server, then: str) -> subprocess.Popen:

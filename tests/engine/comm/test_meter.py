@@ -27,6 +27,19 @@ def test_time_belongs_to_what_is_counted_next():
     assert set(meter.seconds) == {ATTENTION_REDUCE} and meter.seconds[ATTENTION_REDUCE] >= 0.03
 
 
+def test_collectives_of_a_part_of_the_ranks_lie_between_two_of_all():
+    """So that a rank whose group has more of them is not taken for ahead of one that has come to the next of all."""
+    meter, positions = CommMeter(), []
+    for _ in range(3):
+        for _ in range(50):
+            meter.enter_part()
+            positions.append(meter.position)
+        meter.calls += 1
+        positions.append(meter.position)
+    assert positions == sorted(set(positions)) and positions[-1] == 3
+    assert 2 < positions[-2] < 3 and positions[50] == 1
+
+
 def test_a_collective_made_of_another_is_timed_once():
     meter = CommMeter()
     started = time.perf_counter()

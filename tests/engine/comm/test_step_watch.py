@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.comm.step_watch import SILENT_START_SECONDS, START, Patience, StepDigest, StepWatch
+from engine.comm.step_watch import SILENT_START_SECONDS, START, STILL_LOAD_SECONDS, Patience, StepDigest, StepWatch
 
 SAME = StepDigest(1, 4, 99)
 
@@ -113,6 +113,68 @@ def test_a_start_without_an_end_is_one():
     world = World(started=False)
     world.finish(START, (0, 2))
     assert world.pass_time(5100) == "rank 1 hangs in the start for 5000 s."
+
+
+class Load(World):
+    """Three ranks at their weights, of which each has 10 GB."""
+
+    def __init__(self):
+        super().__init__(started=False)
+        self.done = [1, 1, 1]
+        self.read(0)
+
+    def read(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.done[rank] += 1
+        self.watch.loaded([(done * 10**7, 10**10) for done in self.done])
+
+
+def test_a_slow_load_is_no_hang_as_long_as_every_rank_reads_something():
+    world = Load()
+    for _ in range(200):
+        assert world.pass_time(STILL_LOAD_SECONDS - 10) is None
+        world.read(0, 1, 2)
+    assert world.now > 10 * Patience().start
+    assert world.pass_time(STILL_LOAD_SECONDS + 10) is not None
+
+
+def test_a_rank_that_reads_nothing_is_named_though_others_read():
+    world = Load()
+    for _ in range(10):
+        world.read(0, 2)
+        reason = world.pass_time(30.5)
+    words = "rank 1 has read nothing for 300 s while reading weights, at 0.01 of 10.00 GB; look at the disk that holds"
+    assert reason == f"{words} them."
+    assert world.watch.verdict().ranks == (1,)
+
+
+def test_ranks_that_stand_still_alike_are_all_named():
+    reason = Load().pass_time(1000)
+    assert reason.startswith("ranks 0, 1, 2 have read nothing for 300 s") and "0.02 of 10.00, 0.01 of 10.00," in reason
+
+
+def test_a_rank_that_waits_for_a_slow_one_is_not_at_fault():
+    """Because it has all that it wants, or in a collective where ranks read together."""
+    world = Load()
+    world.done[0] = 1000
+    world.read()
+    world.watch.heard(2, (START, 7))
+    for _ in range(20):
+        world.read(1)
+        assert world.pass_time(200) is None
+    assert world.pass_time(1000).startswith("rank 1 has read nothing")
+
+
+def test_once_all_is_read_a_start_has_its_whole_time_again():
+    world = Load()
+    world.done = [1000, 1000, 1000]
+    world.read()
+    assert world.pass_time(4990) is None
+    assert world.pass_time(20) == "ranks 0, 1, 2 hang in the start for 5000 s."
+
+
+def test_a_load_is_not_waited_for_longer_than_a_start():
+    assert Patience(start=7.0).load == 7.0 and Patience().load == STILL_LOAD_SECONDS < Patience().start
 
 
 def test_a_rank_whose_program_is_elsewhere_is_waited_for(world):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from engine.comm.parallel_state import ParallelState
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.loading.progress import CHECKING, MEASURING, READING, LoadProgress
+from engine.model_files import ModelFiles
+from engine.model_runner import ModelRunner
+from models.kimi_k25 import weights
+from tests.checkpoints import SMALL, build_checkpoint
 
 
 class DictStore(dict):
@@ -106,6 +113,64 @@ def test_a_rank_that_has_not_begun_counts_as_the_others_do(clock):
     ranks[0].poll()
     shot = ranks[0].snapshot()
     assert (shot.total, shot.percent, shot.behind, shot.is_complete) == (200, 50, 1, False)
+
+
+class Meeting(DictStore):
+    """Rank 1 has read all of its own when rank 0 asks for the third time."""
+
+    num_checks = 0
+
+    def check(self, keys):
+        self.num_checks += 1
+        if self.num_checks == 3:
+            self.set("turnout/load/all is read/1", "1")
+        return super().check(keys)
+
+
+def test_ranks_wait_for_the_one_that_reads_last(clock):
+    store, progress = Meeting(), LoadProgress(clock)
+    progress.join(0, 2, store)
+    progress.meet("all is read")
+    assert store.num_checks == 3 and "turnout/load/all is read/0" in store
+    last = LoadProgress(clock)
+    last.join(1, 2, store)
+    last.meet("all is read")
+    assert store.num_checks == 4, "the last need not wait"
+
+
+def test_nobody_waits_for_a_rank_that_has_failed(clock):
+    progress = LoadProgress(clock)
+    progress.join(0, 2, DictStore(), lambda: "rank 1 ended without a word")
+    with pytest.raises(EngineDeadError, match="rank 1 ended without a word"):
+        progress.meet("all is read")
+
+
+class Met(Exception):
+    pass
+
+
+class Noting(LoadProgress):
+    def __init__(self, moments: list[str]):
+        super().__init__()
+        self.moments = moments
+
+    def meet(self, moment):
+        self.moments.append(moment)
+        if moment == "model and draft are read":
+            raise Met
+
+
+@pytest.mark.parametrize("prepared", [None, "prepared"])
+def test_no_collective_is_entered_before_all_ranks_have_read(tmp_path, monkeypatch, prepared):
+    """There is no process group here, so that any other would raise."""
+    moments, directory = [], str(build_checkpoint(tmp_path / "small", SMALL))
+    monkeypatch.setattr(weights, "agree_on_minimum", lambda value, _: moments.append("collective") or value)
+    settings = {"device": "cpu", "dtype": "float32", "prepared_weights": prepared and str(tmp_path / prepared)}
+    config, progress = EngineConfig(directory, tp=2, ep=2, **settings), Noting(moments)
+    with pytest.raises(Met):
+        ModelRunner(config, ModelFiles.read(config), ParallelState(0, 2, 2), None, progress)
+    first = ["prepared weights are read", "collective", "the model is read", "collective"] if prepared else []
+    assert progress.snapshot().is_complete and moments == [*first, "model and draft are read"]
 
 
 def test_the_store_is_written_a_few_times_a_second_and_at_the_end(clock):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,6 +23,7 @@ from engine.loading.checkpoint_headers import TensorHeader
 from engine.loading.extent_reader import ALIGNMENT, SPAN_BYTES
 from engine.loading.shared_reads import BATCH_BYTES, Gather
 from engine.loading.tensor_reader import TYPES, Wish
+from engine.loading.weights import Checkpoint
 from engine.model_files import ModelFiles
 from engine.model_loading import load_share
 from tests.checkpoints import SMALL, build_checkpoint
@@ -37,8 +41,8 @@ class Table:
         self._pieces = [torch.empty(0)] * num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=30)
 
-    def gather(self, rank: int) -> Gather:
-        return Gather(rank, len(self._pieces), lambda piece_B: self._run(rank, piece_B))
+    def gather(self, rank: int, open_group: Callable | None = None) -> Gather:
+        return Gather(rank, len(self._pieces), lambda piece_B: self._run(rank, piece_B), open_group)
 
     def _run(self, rank: int, piece_B: torch.Tensor) -> torch.Tensor:
         self._pieces[rank] = piece_B.clone()
@@ -48,11 +52,36 @@ class Table:
         return stack
 
 
+class Tables:
+    """A table for all ranks, and one for each group of `size` of them. num_closed: exchanges of groups that ended."""
+
+    def __init__(self, num_ranks: int, size: int):
+        self._size, self.num_closed = size, 0
+        self._all, self._groups = Table(num_ranks), [Table(size) for _ in range(num_ranks // size)]
+
+    def gather(self, rank: int) -> Gather:
+        return self._all.gather(rank, lambda: (self.of_group(rank), self._close))
+
+    def of_group(self, rank: int) -> Gather:
+        return self._groups[rank // self._size].gather(rank % self._size)
+
+    def _close(self) -> None:
+        self.num_closed += 1
+
+
+class World(NamedTuple):
+    """wishes: of each rank. group: ranks of one."""
+
+    num_ranks: int
+    group: int
+    wishes: list[list[Wish]]
+
+
 @st.composite
-def worlds(draw, widths: tuple[int, ...]) -> tuple[int, list[list[Wish]]]:
-    """Number of ranks, and what each of them wants of some files, in an order of its own: a share of the rows, or the
-    same rows as all with some of the columns. widths: columns of a tensor."""
-    num_ranks = draw(st.sampled_from([2, 3, 4, 8]))
+def worlds(draw, widths: tuple[int, ...]) -> World:
+    """Ranks, and what each of them wants of some files, in an order of its own: a share of the rows, or some columns of
+    the same rows as all or as its group, which no other wants then. widths: columns of a tensor."""
+    num_ranks, group = draw(st.sampled_from([(2, 1), (3, 1), (4, 2), (8, 2), (8, 4)]))
     ranks: list[list[Wish]] = [[] for _ in range(num_ranks)]
     for file in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, 9000))
@@ -61,30 +90,54 @@ def worlds(draw, widths: tuple[int, ...]) -> tuple[int, list[list[Wish]]]:
             rows, columns = draw(st.integers(0, 9)), draw(st.sampled_from(widths))
             header = TensorHeader(Path(f"{file}"), dtype, (rows, columns), start)
             start += rows * columns * TYPES[dtype].itemsize + draw(st.sampled_from([0, 0, 2, 5000]))
-            is_shared, on_host = draw(st.booleans()), draw(st.integers(0, 9)) == 0
+            on_host = draw(st.integers(0, 9)) == 0
+            of = draw(st.sampled_from(["one", "all", *range(num_ranks // group if group > 1 else 0)]))
             for rank in range(num_ranks):
-                own_rows = WHOLE if is_shared else slice(rows * rank // num_ranks, rows * (rank + 1) // num_ranks)
+                own_rows = slice(rows * rank // num_ranks, rows * (rank + 1) // num_ranks) if of == "one" else WHOLE
                 part = (own_rows, slice(columns * rank // num_ranks, columns * (rank + 1) // num_ranks))
-                ranks[rank].append(Wish(f"{file}.{i}", header, part, on_host, is_shared))
-    return num_ranks, [draw(st.permutations(wishes)) for wishes in ranks]
+                wish = Wish(f"{file}.{i}", header, part, on_host, of == "all", is_in_group=of == rank // group)
+                if of in ("one", "all", rank // group):
+                    ranks[rank].append(wish)
+    return World(num_ranks, group, [draw(st.permutations(wishes)) for wishes in ranks])
 
 
 @settings(max_examples=100, deadline=None)
 @given(worlds((0, 1, 5, 700, 30000, 3000000)))
-def test_all_ranks_plan_the_same_batches_and_cut_them_without_gap(world):
-    """Every byte that all want is read by one rank, pieces differ by a page at most, and the rest is left alone."""
-    num_ranks, ranks = world
-    plans = [shared_reads.plan(wishes, num_ranks) for wishes in ranks]
-    batches = [[batch for step in steps for batch in step.batches] for steps in plans]
+def test_ranks_plan_the_same_batches_and_cut_them_without_gap(world):
+    """Every byte that all want, or all of a group, is read by one of them, pieces differ by a page at most, and the
+    rest is left alone."""
+    tables = Tables(world.num_ranks, world.group)
+    plans = [
+        shared_reads.plan(wishes, tables.gather(rank), tables.of_group(rank) if world.group > 1 else None)
+        for rank, wishes in enumerate(world.wishes)
+    ]
+    for wishes, steps in zip(world.wishes, plans, strict=True):
+        own = sorted(wish.name for step in steps for wish in step.own)
+        assert own == sorted(
+            wish.name for wish in wishes if wish.on_host or not (wish.is_everywhere or wish.is_in_group)
+        )
+    every, groups = [check_plans(plans, world.num_ranks, lambda wish: wish.is_everywhere, world.wishes)], []
+    for first in range(0, world.num_ranks if world.group > 1 else 0, world.group):
+        ranks = slice(first, first + world.group)
+        groups.append(check_plans(plans[ranks], world.group, lambda wish: wish.is_in_group, world.wishes[ranks]))
+    num_batches = sum(len(step.batches) for step in plans[0])
+    assert num_batches == sum(map(len, every + groups[:1])), "and there are no others"
+
+
+def check_plans(plans: list[list[shared_reads.Step]], num_ranks: int, is_theirs, wishes) -> list[shared_reads.Batch]:
+    """Returns the batches of these ranks, which are the first one's."""
+
+    def of(step: shared_reads.Step) -> list[shared_reads.Batch]:
+        return [batch for gather, batch in step.batches if gather.num_ranks == num_ranks]
+
+    batches = [[batch for step in steps for batch in of(step)] for steps in plans]
     views = [[[(w.name, at) for w, at in batch.places] + [batch.piece] for batch in found] for found in batches]
     assert all(view == views[0] for view in views)
-    for wishes, steps in zip(ranks, plans, strict=True):
-        own = sorted(wish.name for step in steps for wish in step.own)
-        assert own == sorted(wish.name for wish in wishes if wish.on_host or not wish.is_everywhere)
     placed = [wish.name for batch in batches[0] for wish, _ in batch.places]
-    assert sorted(placed) == sorted(wish.name for wish in ranks[0] if wish.is_everywhere and not wish.on_host)
+    assert sorted(placed) == sorted(wish.name for wish in wishes[0] if is_theirs(wish) and not wish.on_host)
     for batch in batches[0]:
         check_cuts(batch, num_ranks)
+    return batches[0]
 
 
 def check_cuts(batch: shared_reads.Batch, num_ranks: int) -> None:
@@ -109,21 +162,21 @@ def check_cuts(batch: shared_reads.Batch, num_ranks: int) -> None:
 @settings(max_examples=25, deadline=None)
 @given(world=worlds((0, 1, 5, 700, 9000)), seed=st.integers(0, 99))
 def test_every_rank_gets_what_it_would_have_read_alone(tmp_path_factory, world, seed):
-    num_ranks, ranks = world
-    folder = tmp_path_factory.mktemp("files")
-    ranks = [[wish._replace(header=in_folder(wish.header, folder)) for wish in wishes] for wishes in ranks]
+    folder, num_ranks = tmp_path_factory.mktemp("files"), world.num_ranks
+    ranks = [[wish._replace(header=in_folder(wish.header, folder)) for wish in wishes] for wishes in world.wishes]
     generator = torch.Generator().manual_seed(seed)
-    for file in {wish.header.file for wish in ranks[0]}:
+    for file in {wish.header.file for wishes in ranks for wish in wishes}:
         size = max(wish.extent.stop for wishes in ranks for wish in wishes if wish.header.file == file)
         torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy().tofile(file)
-    table = Table(num_ranks)
+    tables = Tables(num_ranks, world.group)
 
     def read(rank: int) -> dict[str, torch.Tensor]:
-        found = shared_reads.read(ranks[rank], CPU, table.gather(rank))
+        found = shared_reads.read(ranks[rank], CPU, tables.gather(rank))
         return {wish.name: value.clone() for wish, value in found}
 
     with ThreadPoolExecutor(num_ranks) as pool, mock.patch.object(shared_reads, "BATCH_BYTES", 100_000):
         together = list(pool.map(read, range(num_ranks)))
+    assert tables.num_closed == sum(any(wish.is_in_group for wish in wishes) for wishes in ranks)
     for wishes, found in zip(ranks, together, strict=True):
         alone = {wish.name: value.clone() for wish, value in tensor_reader.read(wishes, CPU)}
         assert found.keys() == alone.keys()
@@ -151,20 +204,52 @@ def load(parallel: ParallelState, directory: str, gather: Gather | None, **setti
         return dict(load_share(config, ModelFiles.read(config), parallel).named_parameters())
 
 
-def load_both_ways(parallel: ParallelState, directory: str, moe_comm: str) -> tuple[bool, int]:
-    """Whether all parameters are the same, and how many collectives loading together took."""
-    alone = load(parallel, directory, None, moe_comm=moe_comm)
-    before = parallel.meter.calls
-    together = load(parallel, directory, Gather.over(parallel), moe_comm=moe_comm)
+class Loads(NamedTuple):
+    """Of one rank. same: whether all parameters are. position: how far loading together took its meter. together,
+    alone: bytes that it read. distinct: bytes of all tensors."""
+
+    same: bool
+    position: float
+    together: int
+    alone: int
+    distinct: int
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Bytes of the spans of each reader that is opened."""
+    sizes, open_reader = [], tensor_reader.open_reader
+
+    def count(spans, device):
+        sizes.append(sum(extent.size for span in spans for extent in span.extents))
+        return open_reader(spans, device)
+
+    with mock.patch.object(tensor_reader, "open_reader", count):
+        yield sizes
+
+
+def load_both_ways(parallel: ParallelState, directory: str, moe_comm: str) -> tuple:
+    with counted_reads() as sizes:
+        alone = load(parallel, directory, None, moe_comm=moe_comm)
+    before = parallel.meter.position
+    with counted_reads() as sizes_together:
+        together = load(parallel, directory, Gather.over(parallel), moe_comm=moe_comm)
     same = alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
-    return same and any(value.any() for value in alone.values()), parallel.meter.calls - before
+    same = same and any(value.any() for value in alone.values())
+    headers = Checkpoint(directory).tensors.items()
+    distinct = sum(Wish(name, header, (WHOLE,) * len(header.shape)).extent.size for name, header in headers)
+    # The self-test's expert is read again, in three readers more.
+    return tuple(Loads(same, parallel.meter.position - before, sizes_together[0], sizes[0], distinct))
 
 
 @pytest.mark.parametrize(("tp", "ep", "moe_comm"), [(2, 1, "auto"), (2, 2, "nccl_a2a"), (4, 2, "auto"), (4, 4, "auto")])
 def test_ranks_that_read_together_hold_the_same_parameters(small, tmp_path, tp, ep, moe_comm):
-    found = on_ranks(tp, tmp_path, load_both_ways, str(small), moe_comm, ep=ep)
-    assert all(same for same, _ in found)
-    assert found[0][1] > 0 and len({calls for _, calls in found}) == 1
+    """And each byte is read by one of them, but for the few that a rank looks at itself."""
+    found = [Loads(*rank) for rank in on_ranks(tp, tmp_path, load_both_ways, str(small), moe_comm, ep=ep)]
+    assert all(rank.same for rank in found)
+    assert found[0].position >= 1 and len({int(rank.position) for rank in found}) == 1
+    distinct, alone = found[0].distinct, sum(rank.alone for rank in found)
+    assert distinct <= sum(rank.together for rank in found) < distinct + 0.02 * alone < alone
 
 
 def load_damaged(parallel: ParallelState, directory: str) -> str:

@@ -30,12 +30,13 @@ shared_reads.gather_if_faster = gather
 """
 
 
-def start_fails(directory: Path, model: Path, killed_at: int = 0) -> tuple[int, str]:
-    """Exit code and output of a server of two ranks that read together; killed_at: rank 1 dies in this exchange."""
+def start_fails(directory: Path, model: Path, killed_at: int = 0, tp: int = 2) -> tuple[int, str]:
+    """Exit code and output of a server whose ranks, in two groups, read together; killed_at: rank 1 dies in this
+    exchange of all ranks."""
     folder = directory / "hook"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(TOGETHER.replace("KILLED_AT", str(killed_at)))
-    fixed = ["--port", "0", "--device", "cpu", "--num-threads", "1", "--tp", "2", "--ep", "2"]
+    fixed = ["--port", "0", "--device", "cpu", "--num-threads", "1", "--tp", str(tp), "--ep", "2"]
     path = os.pathsep.join([str(folder), str(ROOT)])
     began = time.monotonic()
     with running([*PYTHON, "serve.py", *fixed, "--model", str(model)], directory, PYTHONPATH=path) as program:
@@ -60,3 +61,14 @@ def test_damage_that_one_rank_finds_ends_all_of_them(tmp_path, expert):
 def test_a_rank_that_is_killed_in_between_ends_all_of_them(tmp_path):
     code, output = start_fails(tmp_path, build_checkpoint(tmp_path / "model", SMALL, shards=4), killed_at=2)
     assert code == 1 and "serve.py: rank 1 ended without a word" in output, output
+
+
+@pytest.mark.slow
+def test_damage_within_a_group_ends_the_ranks_of_the_other_too(tmp_path):
+    """Ranks 2 and 3 read the last expert's down projection together; 0 and 1 wait for them in the next file."""
+    model = build_checkpoint(tmp_path / "model", SMALL, shards=4)
+    scale = "layers.1.mlp.experts.7.down_proj.weight_scale"
+    name, file = replace(model, scale, lambda value: value.fill_(float("inf")))
+    code, output = start_fails(tmp_path, model, tp=4)
+    assert f"failed to start: {file}: tensor {name} holds a value that is not a number" in output, output
+    assert code != 0

@@ -6,13 +6,14 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.config import ConfigError
 from engine.loading.weights import CheckpointError
 from tests import oracle
 from tests.checkpoints import SMALL, build_checkpoint
-from tests.damage import DAMAGES
+from tests.damage import DAMAGES, add, find
 from tests.damage_hostile import HOSTILE
 
 REFUSED = (CheckpointError, ConfigError)
@@ -43,6 +44,16 @@ def test_b154_damage_stops_the_start_and_is_named(sound, tmp_path, damage):
     with pytest.raises(REFUSED) as caught:
         load(directory)
     check_sentence(caught.value, words)
+
+
+def test_b151_unknown_tensors_beside_those_of_vision_are_refused_by_name_and_number(tmp_path):
+    build_checkpoint(tmp_path, SMALL, shards=3, vision=True)
+    names = [f"language_model.model.layers.0.{name}.weight" for name in ("b_unknown", "a_unknown", "c_unknown")]
+    for name in names:
+        file = add(tmp_path, name, torch.zeros(2), find(tmp_path, "lm_head.weight")[1])[1]
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    check_sentence(caught.value, [f"{file}: tensor {names[1]} belongs to no part of this model (and 2 more)."])
 
 
 def test_the_sound_checkpoint_loads(sound):
