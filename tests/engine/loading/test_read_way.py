@@ -22,19 +22,19 @@ def test_both_ways_are_tried_by_turns_and_the_faster_stays(cached, direct):
     ways = read_all(way, LEAST_BYTES, {False: cached, True: direct})
     trials = ways[: 16 * len(TRIALS)]
     assert trials == [trial for trial in TRIALS for _ in range(16)]
-    assert set(ways[len(trials) :]) == {direct < cached}
+    assert set(ways[len(trials) :]) == {direct <= cached}
 
 
 def test_few_bytes_are_not_worth_a_trial():
-    assert not any(read_all(ReadWay(LEAST_BYTES - 1), LEAST_BYTES - 1, {False: 1.0, True: 0.1}))
+    assert all(read_all(ReadWay(LEAST_BYTES - 1), LEAST_BYTES - 1, {False: 1, True: 10}))
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_way_that_was_never_told_of_is_not_chosen(told):
+def test_where_one_way_was_never_told_of_the_other_is_no_worse(told):
     """As where a file system refuses O_DIRECT, or where all that was tried through the page cache was there already."""
     way = ReadWay(LEAST_BYTES)
     for _ in range(LEAST_BYTES // PIECE):
         is_direct = way.is_direct(PIECE)
         if is_direct == told:
             way.tell(is_direct, PIECE, 1.0)
-    assert not way.direct_is_faster
+    assert way.direct_is_faster
