@@ -1,11 +1,13 @@
 """What a step costs that prefills beside requests that decode, learned from the steps themselves.
 
     seconds = fixed part + F(rows) + a * pairs + b * expanded tokens + c * cached tokens read as they are
+              + d where a chunk expands at all
 
 F is piecewise linear and never falls: a sparse mixture of experts reads nearly all experts for some hundred rows, so
 that its cost rises steeply at first, hardly then, and with the products once those take longer than the weights.
 `pairs` is the attention of the prompt tokens, about tokens x context; a chunk of more than a few tokens also expands
-keys and values of its whole context, however long it is itself. No coefficient is below zero.
+keys and values of its whole context, however long it is itself, in kernels of its own, which the host may launch more
+slowly than the device runs them. No coefficient is below zero.
 
 Steps that are sized to take equally long tell nothing of the coefficients. So the last few steps of each size and
 context are kept, the small ones of the start with them, and all are fitted together, errors relative to the time. How
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 _FLATTER = (16, 64, 256, 1024)  # rows where F may get flatter, and below where steeper
 _STEEPER = (64, 128, 256, 512, 1024, 2048)
-_TYPICAL = (1.0, 1024.0, *map(float, _FLATTER), *map(float, _STEEPER), 1e6, 1e5, 1e5)  # features, in their order
+_TYPICAL = (1.0, 1024.0, *map(float, _FLATTER), *map(float, _STEEPER), 1e6, 1e5, 1.0, 1e5)  # features, in their order
 _SHRINKAGE = 1e-3  # of coefficients that nothing needs, where the feature has its typical size
 _KV_SHRINKAGE = 1e-2  # what hardly varies is the fixed part rather than this
 _SWEEPS = 12
@@ -44,13 +46,15 @@ _ABSORBED_PAIR = 3.4  # products of a pair in the latent space, 576 + 512, over 
 class StepLoad(NamedTuple):
     """tokens: of prompts. rows: of requests that decode, guesses included. pairs: of a prompt token and a token that it
     attends to. kv_tokens: cached tokens that are read as they are, those of requests that decode. expanded: cached
-    tokens whose keys and values are computed again."""
+    tokens whose keys and values are computed again. expands: whether a chunk computes keys and values of each head, be
+    it of its own tokens alone."""
 
     tokens: int
     rows: int
     pairs: float
     kv_tokens: int
     expanded: int = 0
+    expands: bool = False
 
     @classmethod
     def of(
@@ -58,7 +62,7 @@ class StepLoad(NamedTuple):
     ) -> StepLoad:
         """chunks: (context, tokens) of each prompt. Those of at most `most_absorbed` tokens expand nothing; None: none
         does."""
-        tokens, pairs, expanded = 0, 0.0, 0
+        tokens, pairs, expanded, expands = 0, 0.0, 0, False
         for context, count in chunks:
             tokens += count
             is_absorbed = most_absorbed is None or count <= most_absorbed
@@ -66,8 +70,8 @@ class StepLoad(NamedTuple):
             if is_absorbed:
                 kv_tokens += context
             else:
-                expanded += context
-        return cls(tokens, rows, pairs, kv_tokens, expanded)
+                expanded, expands = expanded + context, True
+        return cls(tokens, rows, pairs, kv_tokens, expanded, expands)
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -78,7 +82,7 @@ class StepLoad(NamedTuple):
             context.bit_length(),
             self.rows.bit_length(),
             (self.kv_tokens >> 14).bit_length(),
-            self.expanded > 0,
+            self.expands,
         )
 
 
@@ -92,7 +96,15 @@ class _Sample(NamedTuple):
 def _features(load: StepLoad) -> tuple[float, ...]:
     rows = load.tokens + load.rows
     bends = [float(min(rows, k)) for k in _FLATTER] + [float(max(rows - k, 0)) for k in _STEEPER]
-    return (1.0, float(rows), *bends, float(load.pairs), float(load.expanded), float(load.kv_tokens))
+    return (
+        1.0,
+        float(rows),
+        *bends,
+        float(load.pairs),
+        float(load.expanded),
+        float(load.expands),
+        float(load.kv_tokens),
+    )
 
 
 class PrefillCosts:

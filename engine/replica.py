@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from array import array
 from collections import deque
@@ -31,6 +32,7 @@ class Replica:
         self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._launched = SchedulerOutput()
+        self._waited = 0.0
         self._was_interrupted = False
         lookahead = int(runner.num_guesses > 0)  # a draft's KV depends on the token after
         kv_cache = KVCacheManager(
@@ -56,6 +58,16 @@ class Replica:
     def launched(self) -> SchedulerOutput:
         """What the last `step` launched, empty if nothing."""
         return self._launched
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is in flight whose tokens nobody has waited for yet."""
+        return bool(self._in_flight)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the last read waited for the device."""
+        return self._waited
 
     @property
     def has_unfinished(self) -> bool:
@@ -123,7 +135,9 @@ class Replica:
     def _read(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Waits for a step's tokens. Leaves out requests that ended while it ran: their ids may be in use again."""
         output, result = self._in_flight[0]
+        began = time.monotonic()
         result.read()
+        self._waited = time.monotonic() - began
         if (reason := self.runner.failure()) is not None:  # what was read is not to be trusted
             raise RuntimeError(reason)
         self._in_flight.popleft()

@@ -21,6 +21,7 @@ _FEW_TOKENS = 4  # cost about what one costs
 _LEAST_GROWTH = 1.25  # if what was measured leaves room for it: a block more, where chunks end with blocks
 _FEW_PAIRS = 2.0**18  # of tokens, whose attention takes no time to speak of
 _UNMEETABLE = 1.1  # where even one token is too much: so many times the step of one token, or prompts would starve
+_LITTLE_WAIT = 0.05  # of the time between two reads: the host came late to the second, and the device waited for it
 _MOST_OUTSIDE = 0.2  # of the time between two steps, in which the caller did other things
 
 
@@ -90,6 +91,7 @@ class StepBudget:
         self._costs = PrefillCosts()
         self._costs.seed((StepLoad.of([(at, n)], 0, 0, most_absorbed), cost) for n, at, cost in seeds)
         self._shown = StepBudgetSnapshot(None, 0.0, 0.0)
+        self._came_late = False
 
     def limit(self, scheduler: Scheduler, plan: GuessPlan) -> int | None:
         """At least 1; None where nothing prefills beside requests that decode."""
@@ -140,25 +142,44 @@ class StepBudget:
         most_pairs = max(_GROWTH * costs.most_pairs, _FEW_PAIRS)
         # Nothing costs more than in proportion: twice of what was measured takes twice as long at most.
         growth = min(max(seconds / costs.predict(load(known)), _LEAST_GROWTH), _GROWTH)
+        most_short = self._most_absorbed or self._max_num_batched_tokens
         most = min(int(growth * known), max(self._max_num_batched_tokens - rows, 1))
 
         def fits(tokens: int) -> bool:
-            here = load(tokens)
-            return here.pairs <= most_pairs and costs.predict(here) <= seconds
+            # A chunk that expands its context may cost less than a shorter one that does not, to which the scheduler
+            # may cut it: where blocks end.
+            loads = [load(tokens)] if tokens <= most_short else [load(tokens), load(most_short)]
+            return loads[0].pairs <= most_pairs and all(costs.predict(one) <= seconds for one in loads)
 
         limit = _largest(min(most, sum(prompt.remaining for prompt in prompts)), fits)
         self._shown = self._shown._replace(predicted_seconds=costs.predict(load(limit)))
         return limit
 
-    def observe(self, output: SchedulerOutput) -> None:
-        """A step that was read just now, or an empty one while the next is in flight."""
+    def observe(self, output: SchedulerOutput, ahead: SchedulerOutput | None = None, waited: float = 0.0) -> None:
+        """A step that was read just now, or an empty one while the next is in flight. ahead: the step that was launched
+        before that read and is still in flight, None if there is none; waited: seconds that the read took."""
         seconds = self._timer.leave(output)
-        if seconds is not None and any(map(_is_chunk, output.scheduled)):
-            self._costs.add(load_of(output, self._most_absorbed), seconds)
+        step = self._whose(output, ahead, waited, seconds)
+        if seconds is not None and step is not None and any(map(_is_chunk, step.scheduled)):
+            self._costs.add(load_of(step, self._most_absorbed), seconds)
             self._shown = self._shown._replace(observed_seconds=seconds)
+
+    def _whose(
+        self, output: SchedulerOutput, ahead: SchedulerOutput | None, waited: float, seconds: float | None
+    ) -> SchedulerOutput | None:
+        """The step that took the time since the last read, None if it is no one's.
+
+        Where the read of one step hardly waits, the host took it, to launch the next. The device then has done a part
+        of that one while it was launched, so that the time to its read is too short."""
+        had_come_late = self._came_late
+        self._came_late = ahead is not None and seconds is not None and waited < _LITTLE_WAIT * seconds
+        if self._came_late:
+            return ahead
+        return None if had_come_late and ahead is not None else output
 
     def pause(self) -> None:
         self._timer.pause()
+        self._came_late = False
 
     def snapshot(self) -> StepBudgetSnapshot:
         return self._shown

@@ -78,7 +78,8 @@ class Step:
 
 
 class World:
-    """overlap: each step is launched before the one ahead of it is read. caching: all prompts begin alike."""
+    """overlap: each step is launched before the one ahead of it is read. caching: all prompts begin alike. host: what
+    launching a step takes, in which the device begins with it."""
 
     def __init__(
         self,
@@ -89,9 +90,11 @@ class World:
         seeds: Sequence[tuple[int, int, float]] = (),
         caching: bool = False,
         most_absorbed: int | None = None,
+        host: Cost = lambda load: 0.0,
     ):
         self.machine, self.overlap, self.most_absorbed = machine, overlap, most_absorbed
-        self.now = self._device_free = 0.0
+        self.now = self._device_free = self._waited = 0.0
+        self.host = host
         self.scheduler = Scheduler(KVCacheManager(16000, BLOCK, caching), 64, max_num_batched_tokens)
         self.budget = StepBudget(bound, max_num_batched_tokens, seeds, most_absorbed, lambda: self.now)
         self.steps: list[Step] = []
@@ -123,12 +126,13 @@ class World:
         output = self.scheduler.schedule(NO_GUESSES, limit)
         if output.scheduled:
             self.scheduler.launch(output)
-            self._device_free = max(self._device_free, self.now) + self.machine.seconds(self._load(output))
+            begun, self.now = max(self._device_free, self.now), self.now + self.host(self._load(output))
+            self._device_free = max(begun + self.machine.seconds(self._load(output)), self.now)
             self._in_flight.append((output, self._device_free, self.machine.is_hiccup))
         read = SchedulerOutput()
         if len(self._in_flight) > (1 if self.overlap and output.scheduled else 0):
             read = self._read()
-        self.budget.observe(read)
+        self.budget.observe(read, output if self._in_flight else None, self._waited)
 
     def _load(self, output: SchedulerOutput) -> StepLoad:
         return load_of(output, self.most_absorbed)
@@ -136,7 +140,7 @@ class World:
     def _read(self) -> SchedulerOutput:
         output, done, is_hiccup = self._in_flight.popleft()
         if any(item.samples for item in output.scheduled):
-            self.now = max(self.now, done)
+            self._waited, self.now = max(done - self.now, 0.0), max(self.now, done)
         self.scheduler.update(output, [[5] for item in output.scheduled if item.samples])
         self.steps.append(Step(self._load(output), self.now - self._last_read, is_hiccup))
         self._last_read = self.now
