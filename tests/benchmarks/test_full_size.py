@@ -176,6 +176,7 @@ def test_a_server_that_does_not_start_says_why(monkeypatch, script, seconds, sai
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_whole_script_on_two_ranks(tmp_path):
     code, files = run(tmp_path, "--all")
     assert code == 0 and set(files) == set(parts_of(2)), {name: file["items"] for name, file in files.items()}
