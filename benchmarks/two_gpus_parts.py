@@ -1,20 +1,16 @@
-"""The parts of `benchmarks.two_gpus` and their items. An item is called with the results of those before it and the
-seconds that are left, and returns a result for JSON."""
+"""The parts of `benchmarks.two_gpus` and their items."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import two_gpus_latency, two_gpus_steps, two_gpus_tokens
-from benchmarks.ranks import ROOT, environment, on_ranks
+from benchmarks.parts import Item, Items, Part, Unable, program
+from benchmarks.ranks import on_ranks
 from engine.bench.report import model_name
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
 from engine.comm.parallel_state import ParallelState
@@ -22,12 +18,6 @@ from engine.config import FULL_CONFIG, TINY_CHECKPOINT
 
 TP = 2
 SOAK_SIZES = [1, 4, 8, 16, 64]
-Item = Callable[[dict[str, Any], float], dict[str, Any]]
-Items = Iterator[tuple[str, Item]]
-
-
-class Unable(Exception):
-    """Why an item cannot run here: no failure, and nothing that another try would change."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +32,6 @@ class Options:
 
     def as_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
-
-
-@dataclass(frozen=True)
-class Part:
-    about: str
-    items: Callable[[Options], Items]
 
 
 def _sizes(options: Options) -> dict[str, Any]:
@@ -84,29 +68,6 @@ def _able(done: dict[str, Any], ep: int, name: str) -> None:
     reason = _reasons(done, ep)[name]
     if reason is not None:
         raise Unable(f"{name} {reason}")
-
-
-def _program(module: str, arguments: Callable[[Options], list[str]]) -> Callable[[Options], Items]:
-    """One item: a program of the project that writes JSON."""
-
-    def items(options: Options) -> Items:
-        def call(_: dict, seconds: float) -> dict[str, Any]:
-            if importlib.util.find_spec(module) is None:
-                raise RuntimeError(f"{module} is not there yet.")
-            with tempfile.TemporaryDirectory() as directory:
-                file = Path(directory) / "result.json"
-                command = [sys.executable, "-m", module, *arguments(options), "--json", str(file)]
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=seconds
-                )
-                result = json.loads(file.read_text()) if file.is_file() else None
-            if result is None:
-                raise RuntimeError(f"{module} wrote nothing:\n{done.stdout[-1000:]}\n{done.stderr[-1000:]}")
-            return {"passed": done.returncode == 0, "exit code": done.returncode, "result": result}
-
-        yield module, call
-
-    return items
 
 
 def _doctor(options: Options) -> list[str]:
@@ -246,7 +207,7 @@ def _later(reason: str) -> Callable[[Options], Items]:
 
 
 PARTS = {
-    "doctor": Part("links, latencies and the forecast of this machine", _program("engine.doctor", _doctor)),
+    "doctor": Part("links, latencies and the forecast of this machine", program("engine.doctor", _doctor)),
     "tokens_float32": Part("every dispatcher's greedy tokens are one rank's, exactly", _tokens("float32", (2, 1))),
     "tokens_bfloat16_ep2": Part("the same within a rounding family; near-ties counted", _tokens("bfloat16", (2,))),
     "tokens_bfloat16_ep1": Part("the same with sliced experts", _tokens("bfloat16", (1,))),
@@ -255,7 +216,7 @@ PARTS = {
     "steps_ep1": Part("the same with sliced experts", _steps(1)),
     "soak_ep2": Part("100,000 replays of each dispatcher with random rows, routing and skew, whole experts", _soak(2)),
     "soak_ep1": Part("the same with sliced experts", _soak(1)),
-    "drills": Part("ranks that die, hang or disagree", _program("benchmarks.drills", _drills)),
+    "drills": Part("ranks that die, hang or disagree", program("benchmarks.drills", _drills)),
     "eagle3": Part("speculative decoding", _later("needs a part with a draft, which is not written yet")),
     "http": Part("the server under load", _later("needs fastapi and uvicorn, and a load generator of the project")),
 }

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import two_gpus, two_gpus_soak, two_gpus_tokens
-from benchmarks.two_gpus_parts import PARTS, Part, Unable
+from benchmarks.parts import Part, Unable
+from benchmarks.two_gpus_parts import PARTS
 from engine.comm.dispatch_reference import ReferenceDispatcher
 from engine.comm.parallel_state import ParallelState
 
