@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,18 +105,22 @@ def _run_part(
 
 def _run_items(result: dict[str, Any], name: str, part: Part, options: Options, file: Path, deadline: float) -> None:
     items = result["items"]
-    for key, call in part.items(options):
-        left = deadline - time.monotonic()
-        if key in items:
-            continue
-        if left < LEAST_SECONDS:
-            print(f"{name} / {key}: no time left; run the part again")
-            break
-        started = time.monotonic()
-        items[key] = _outcome(call, items, left)
-        items[key]["item seconds"] = round(time.monotonic() - started, 1)
-        print(f"{name} / {key}: {_one_line(items[key])}", flush=True)
-        _write(file, result)
+    with ExitStack() as stack:
+        listed = part.items(options)
+        if isinstance(listed, Generator):  # it may hold what its items share
+            stack.callback(listed.close)
+        for key, call in listed:
+            left = deadline - time.monotonic()
+            if key in items:
+                continue
+            if left < LEAST_SECONDS:
+                print(f"{name} / {key}: no time left; run the part again")
+                break
+            started = time.monotonic()
+            items[key] = _outcome(call, items, left)
+            items[key]["item seconds"] = round(time.monotonic() - started, 1)
+            print(f"{name} / {key}: {_one_line(items[key])}", flush=True)
+            _write(file, result)
     wanted = [key for key, _ in part.items(options)]
     result["complete"] = all(key in items and "error" not in items[key] for key in wanted)
     _write(file, result)

@@ -36,7 +36,7 @@ def on_ranks(work: str, settings: dict[str, Any], tp: int, ep: int, device: str,
     Raises RuntimeError with the end of a rank's output where one fails, or with all ranks' where they take longer."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        ranks = [_start(directory, work, settings, rank, tp, ep, device) for rank in range(tp)]
+        ranks = [start(directory, work, settings, rank, tp, ep, device) for rank in range(tp)]
         try:
             _wait(ranks, directory, work, time.monotonic() + seconds)
         finally:
@@ -52,30 +52,40 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def _start(
-    directory: Path, work: str, settings: dict[str, Any], rank: int, tp: int, ep: int, device: str
+def start(
+    directory: Path,
+    work: str,
+    settings: dict[str, Any],
+    rank: int,
+    tp: int,
+    ep: int,
+    device: str,
+    stdin: int | None = None,
 ) -> subprocess.Popen:
+    """One rank of `work`, whose output goes to directory/RANK.log. stdin: as Popen takes it."""
     command = [sys.executable, "-m", "benchmarks.ranks", work, "--directory", str(directory), "--rank", str(rank)]
     command += ["--tp", str(tp), "--ep", str(ep), "--device", device, "--settings", json.dumps(settings)]
     with open(directory / f"{rank}.log", "wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        streams = {"stdin": stdin, "stdout": output, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=ROOT, env=environment(), **streams)
 
 
 def _wait(ranks: list[subprocess.Popen], directory: Path, work: str, deadline: float) -> None:
     while any(rank.poll() is None for rank in ranks):
         failed = [number for number, rank in enumerate(ranks) if rank.poll()]
         if failed:
-            raise RuntimeError(f"{work}: rank {failed[0]} failed:\n{_tail(directory, failed[0])}")
+            raise RuntimeError(f"{work}: rank {failed[0]} failed:\n{tail(directory, failed[0])}")
         if time.monotonic() > deadline:
-            tails = "\n".join(_tail(directory, number) for number in range(len(ranks)))
+            tails = "\n".join(tail(directory, number) for number in range(len(ranks)))
             raise RuntimeError(f"{work}: not done in time:\n{tails}")
         time.sleep(0.05)
     failed = [number for number, rank in enumerate(ranks) if rank.poll()]
     if failed:
-        raise RuntimeError(f"{work}: rank {failed[0]} failed:\n{_tail(directory, failed[0])}")
+        raise RuntimeError(f"{work}: rank {failed[0]} failed:\n{tail(directory, failed[0])}")
 
 
-def _tail(directory: Path, rank: int) -> str:
+def tail(directory: Path, rank: int) -> str:
+    """The end of what a rank said."""
     return (directory / f"{rank}.log").read_text(errors="replace")[-_TAIL:]
 
 
