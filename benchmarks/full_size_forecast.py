@@ -19,7 +19,7 @@ from engine.comm.dispatcher import dispatcher_class
 from engine.config import FULL_CONFIG
 from engine.doctor.findings import H200_EFFICIENCY
 from engine.doctor.forecast import Forecast, Machine, forecast
-from engine.doctor.modelled import NVLINK, layer
+from engine.doctor.modelled import NVLINK, layer, rows_sent
 from engine.doctor.placement import Placement, Rounds
 from engine.doctor.settings import Settings
 
@@ -59,6 +59,19 @@ class FullModel:
         read = self.placement.bytes_read(rows, context, rows) + self._whole_shared_expert(name)
         kernels = read / self._share["read_bytes_per_second"] / H200_EFFICIENCY.at(rows)
         return 1e3 * kernels + comm / 1e3
+
+    def num_rounds(self, name: str) -> int:
+        """Of a step, those of its layers that carry bytes; the head's and the embedding's come on top."""
+        reduces, dispatches, combines = self.placement.verbs()
+        return reduces + combines + (dispatches if name in SHARDED else 0)
+
+    def num_bytes(self, name: str, rows: int) -> float | None:
+        """That the busiest rank sends in the rounds of a step's layers, with uniform routing."""
+        if self.obstacle(name) is not None:
+            return None
+        config, ranks = self.placement.config, self.placement.tp
+        sizes = (rows, ranks, config.n_routed_experts, config.num_experts_per_tok)
+        return sum(rows_sent(self.used(name, rows), *sizes)) * config.hidden_size * 2 * config.num_hidden_layers
 
     def used(self, name: str, rows: int) -> str:
         """The dispatcher that `name` is at so many rows."""

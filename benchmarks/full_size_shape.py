@@ -1,4 +1,4 @@
-"""What `benchmarks.full_size` measures with: the full model, or a tiny one for a dry run; and whether a rank holds it."""
+"""What `benchmarks.full_size` measures with: the full model, or a tiny one for a dry run; whether a rank holds it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NUM_GUESSES = 3
 
 @dataclass(frozen=True)
 class Options:
-    """tp ranks on `device`. experts: routed ones of a layer, all 384 where None. gpu_memory_gb: of a rank, in GiB, what is there where
-    None."""
+    """tp ranks on `device`. experts: routed ones of a layer, all 384 where None. gpu_memory_gb: of a rank, in GiB, what
+    is there where None."""
 
     device: str
     dry_run: bool
@@ -70,8 +70,9 @@ class Shape:
 def shape_of(options: Options) -> Shape:
     """A dry run's is one that eight ranks on two cores get through in minutes; its figures say nothing."""
     if options.dry_run:
-        wide_enough = {"moe_intermediate_size": 256}  # for slices of a quantisation group over eight ranks
-        return Shape(str(TINY_CHECKPOINT), wide_enough, (1, 4, 8, 16, 64, 128), 64, 3, 128, (1,), 16, (1, 2), 32, 8)
+        # slices of eight ranks hold a quantisation group each; the draft looks at four of five layers
+        wide_enough = {"moe_intermediate_size": 256}
+        return Shape(str(TINY_CHECKPOINT), wide_enough, (1, 4, 8, 16, 64, 128), 64, 1, 128, (1,), 16, (1, 2), 32, 8)
     cut = {} if options.experts is None else {"n_routed_experts": options.experts}
     return Shape(str(FULL_CONFIG), cut, (1, 4, 8, 16, 64, 128), 4096, 30, 8192, (1, 8), 512, (1, 8), 1024, 256)
 
