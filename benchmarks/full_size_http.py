@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ def _server(options: Options, deadline: float) -> Iterator[int]:
     with tempfile.TemporaryFile() as output:
         command = command_of(options, port)
         server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+        too_late = threading.Timer(deadline - time.monotonic(), server.kill)  # clients then see their streams break
+        too_late.start()
         try:
             _wait_until_it_answers(server, port, deadline)
             yield port
@@ -82,15 +85,15 @@ def _server(options: Options, deadline: float) -> Iterator[int]:
             words = output.read().decode(errors="replace")[-_TAIL:]
             raise RuntimeError(f"{error}\n{words}") from error
         finally:
+            too_late.cancel()
             _end(server)
 
 
 def _wait_until_it_answers(server: subprocess.Popen, port: int, deadline: float) -> None:
     while not _is_healthy(port):
         if server.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {server.returncode} while it started:")
-        if time.monotonic() > deadline:
-            raise RuntimeError("the server was not ready in time:")
+            late = ", out of time," if time.monotonic() > deadline else ""
+            raise RuntimeError(f"the server ended{late} with exit code {server.returncode} while it started:")
         time.sleep(_LOOK_SECONDS)
 
 

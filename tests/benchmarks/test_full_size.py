@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -157,6 +158,19 @@ def test_the_server_is_started_over_all_ranks_with_made_up_weights():
     assert json.loads(pairs["--hf-overrides"]) == {"n_routed_experts": 192}
     shape = shape_of(Options("cuda", False, 8))
     assert int(pairs["--max-model-len"]) > shape.prompt_tokens + shape.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "said"),
+    [
+        ("print('no such model'); raise SystemExit(3)", 60, "ended with exit code 3 while it started:\nno such model"),
+        ("import time; time.sleep(60)", 0.5, "ended, out of time, with exit code -9 while it started"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(monkeypatch, script, seconds, said):
+    monkeypatch.setattr(full_size_http, "command_of", lambda *_: [sys.executable, "-c", script])
+    with pytest.raises(RuntimeError, match=said):
+        full_size_http.run(Options("cpu", True, 2), seconds)
 
 
 @pytest.mark.slow
