@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.model_files import read_model_config
 
 _MAKER = "benchmarks.full_size_rank:FullSizeRank"
+_SHARE = 0.6  # of the seconds left: one item that hangs leaves some to the next, also when the part is run again
 _LEAD = 512  # tokens of a request around those that are timed (engine/bench/spec_share.py)
 
 
@@ -80,7 +81,7 @@ def _steps(ep: int, names: tuple[str, ...]) -> Callable[[Options], Items]:
                 _fits(done)
                 _able(done, name)
                 asked = {"dispatcher": name, "rows": shape.rows, "context": shape.context, "replays": shape.replays}
-                ranks = team.call("steps", asked, seconds)
+                ranks = team.call("steps", asked, _SHARE * seconds)
                 return _about(options) | {"rows": [slowest(rows) for rows in zip(*ranks, strict=True)]}
 
             return call
@@ -88,7 +89,7 @@ def _steps(ep: int, names: tuple[str, ...]) -> Callable[[Options], Items]:
         def fresh_prompt(done: dict[str, Any], seconds: float) -> dict[str, Any]:
             _fits(done)
             asked = {"num_tokens": prefill, "replays": shape.replays}
-            return _about(options) | {"rows": [slowest(tuple(team.call("prefill", asked, seconds)))]}
+            return _about(options) | {"rows": [slowest(tuple(team.call("prefill", asked, _SHARE * seconds)))]}
 
         with RankTeam(_MAKER, engine, options.tp, ep, options.device) as team:
             yield "memory", _memory(options, settings, most, shape.context)
@@ -136,7 +137,7 @@ def _eagle3(options: Options) -> Items:
         def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
             _fits(done)
             asked = {"batch": batch, "context": shape.context, "replays": shape.replays}
-            rows = [slowest(one) for one in zip(*team.call("costs", asked, seconds), strict=True)]
+            rows = [slowest(one) for one in zip(*team.call("costs", asked, _SHARE * seconds), strict=True)]
             return _about(options) | {"rows": rows, "gains": gains(rows)}
 
         return call
@@ -145,7 +146,7 @@ def _eagle3(options: Options) -> Items:
         def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
             _fits(done)
             asked = {"batch": batch, "context": shape.context, "num_tokens": shape.spec_tokens}
-            ranks = team.call("decoding", asked | {"accept_length": length}, seconds)
+            ranks = team.call("decoding", asked | {"accept_length": length}, _SHARE * seconds)
             row = min(ranks, key=lambda one: one["tok/s"])
             plain = done.get(f"no draft, {batch}", {}).get("row")
             if length is not None and plain is not None:

@@ -37,10 +37,25 @@ def write(directory: Path, names: list[str]) -> int:
     found = summary(results, names)
     drawn = full_size_plots.draw(found, directory)
     found = labelled(found) if found["options"]["dry_run"] else found
-    (directory / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (directory / f"{NAME}.json").write_text(compact(found))
     (directory / f"{NAME}.md").write_text(markdown(found))
     print(f"written: {', '.join([f'{NAME}.json', f'{NAME}.md', *drawn])} in {directory}")
     return 0
+
+
+def compact(found: dict[str, Any]) -> str:
+    """JSON with a row of a table in each line, figures to four digits; the parts' own files have all of them."""
+
+    def value_of(value: Any) -> str:
+        if isinstance(value, list):
+            return "[\n" + ",\n".join(f"  {json.dumps(_rounded(row))}" for row in value) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {value_of(value)}" for key, value in found.items()) + "\n}\n"
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
 def summary(results: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:

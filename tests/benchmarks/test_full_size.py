@@ -72,7 +72,7 @@ class _Team:
     """In place of ranks: notes what it is told, and dies of one dispatcher as long as `fails`."""
 
     def __init__(self, fails):
-        self.fails, self.made, self.calls, self.closed = fails, [], [], 0
+        self.fails, self.made, self.calls, self.closed, self.seconds = fails, [], [], 0, []
 
     def make(self, maker, settings, tp, ep, device):
         self.made.append((tp, ep, settings["settings"]["moe_comm"]))
@@ -86,6 +86,7 @@ class _Team:
 
     def call(self, method, settings, seconds):
         self.calls.append((method, settings.get("dispatcher")))
+        self.seconds.append(seconds)
         if self.fails and self.fails == settings.get("dispatcher"):
             raise RuntimeError("rank 1 ended (-9)")
         row = {"ms": 2.0}
@@ -97,6 +98,7 @@ def test_a_dispatcher_that_dies_keeps_no_other_from_running_and_is_alone_tried_a
     monkeypatch.setattr("benchmarks.full_size_parts.RankTeam", team.make)
     code, files = run(tmp_path, "--parts", "ep2_replicated")
     items = files["ep2_replicated"]["items"]
+    assert all(seconds < 0.7 * 510 for seconds in team.seconds)  # a hang does not take all of the part's time
     assert code == 1 and items["symm_replicated"]["error"] == "RuntimeError: rank 1 ended (-9)"
     names = ["allreduce", "symm_replicated", "symm_scatter", "auto"]
     assert team.calls == [*(("steps", name) for name in names), ("prefill", None)]
