@@ -15,8 +15,9 @@ from engine.bench.report import show
 
 NAME = "full_size"
 DRY_RUN = (
-    "A DRY RUN: processes on processors, a tiny model, gloo. It shows that every part runs from end to end; its times "
-    "and rates say nothing of speed, on any machine. Forecasts are for the full model on H200s."
+    "A DRY RUN: processes on processors, a tiny model, gloo under every dispatcher, a few tokens at each accept "
+    "length. It shows that every part runs from end to end; its times and rates say nothing of speed, on any machine. "
+    "Forecasts are for the full model on H200s."
 )
 MODELLED = "Forecasts: docs/dispatch.md#eight-ranks for the rounds, one rank's share on one H200 for the kernels."
 SPEEDS = {
@@ -24,6 +25,7 @@ SPEEDS = {
     "decode tok/s", "TTFT p50", "ITL p50", "ITL p99",
 }  # fmt: skip
 PLAIN_MS = {1: 3.6, 8: 7.5}
+_MODEL = ("model", "overrides", "dtype")
 COMM_US, SPEEDUP, EQUAL = 1000.0, 1.7, 1.02
 
 
@@ -71,6 +73,7 @@ def summary(results: dict[str, dict[str, Any]], names: list[str]) -> dict[str, A
         "figures": DRY_RUN if options.dry_run else "Measured.",
         "forecasts": MODELLED,
         "options": first["options"],
+        "measured with": next(({key: item[key] for key in _MODEL} for item in items.values() if "model" in item), None),
         **{key: first[key] for key in ("date", "device", "versions") if key in first},
         "steps": _steps(options, items, models),
         "prefill": _prefill(options, items, models),

@@ -13,6 +13,7 @@ from benchmarks.full_size_plots import Curve, Panel, svg, ticks
 from benchmarks.full_size_shape import Options
 from benchmarks.full_size_tables import labelled, markdown, summary, write
 
+MODEL = {"model": "models/kimi_k25/full", "overrides": {}, "dtype": "bfloat16"}
 NAMES = ["doctor", "ep8_replicated", "eagle3", "http"]
 
 
@@ -68,7 +69,7 @@ def results(dry_run: bool = False, auto: float = 3.5) -> dict:
     items = {
         "ep8_replicated": {
             "memory": {"verdict": "fits"},
-            "allreduce": {"rows": [step("allreduce", 1, 4.0, 1300.0), step("allreduce", 8, 8.0, 1290.0)]},
+            "allreduce": {**MODEL, "rows": [step("allreduce", 1, 4.0, 1300.0), step("allreduce", 8, 8.0, 1290.0)]},
             "auto": {"rows": [step("symm_replicated", 1, auto, 500.0), step("symm_scatter", 8, 7.0, 600.0)]},
             "symm_scatter": {"error": "RuntimeError: rank 3 ended"},
             "prefill": {"rows": [{"step": "prefill 8192", "ms": 300.0, "tok/s": 27000.0}]},
@@ -98,6 +99,7 @@ def test_every_figure_has_its_forecast_beside_it(model):
     assert found["not run"] == {
         "doctor": "was not run", "http": "was not run", "ep8_replicated / symm_scatter": "RuntimeError: rank 3 ended",
     }  # fmt: skip
+    assert found["measured with"] == MODEL
     assert found["seconds of parts"]["ep8_replicated"] == 7.5
 
 
