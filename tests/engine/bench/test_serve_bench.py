@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,6 +98,20 @@ def test_the_arm_without_a_prefix_cache_has_an_engine_without_one(monkeypatch):
     assert made == [True, False, False]
 
 
+def test_ranks_that_follow_keep_one_core_whose_cache_is_emptied():
+    flushed = []
+    leading = SimpleNamespace(flush_prefix_cache=lambda: flushed.append(1))
+    engine = serve.Engine(None, None, None, leading)
+    assert [engine.core(arm) for arm in ("in-process", "http")] == [leading] * 2 and len(flushed) == 2
+
+
+@pytest.mark.slow
+def test_http_against_in_process_on_two_ranks(tmp_path):
+    result = measured(tmp_path, "--tp", "2", "--ep", "2", *SMALL, "--clients", "1,3", "--rounds", "2")
+    assert result["world"] == {"tp": 2, "ep": 2} and [r["errors"] for r in result["rows"]] == [0] * 4
+    assert [r["cached"] for r in result["rows"]] == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -108,6 +123,10 @@ def test_the_arm_without_a_prefix_cache_has_an_engine_without_one(monkeypatch):
         (["--requests", "0"], "--requests"),
         (["--scale", "0"], "--scale"),
         (["--layers", "2"], "--layers"),
+        (["--experts", "2"], "--experts"),
+        (["--tp", "2", "--tp-share", "2"], "--tp above 1"),
+        (["--tp", "2", "--host-cost"], "--tp above 1"),
+        (["--tp", "2", "--arms", "http-uncached"], "--tp above 1"),
         (["--think", "-1"], "--think"),
         (["--preset", "http,x"], "--preset 'x'"),
     ],
