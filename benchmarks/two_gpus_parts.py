@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import two_gpus_latency, two_gpus_steps, two_gpus_tokens
+from benchmarks import eagle3_forced, two_gpus_latency, two_gpus_steps, two_gpus_tokens
 from benchmarks.parts import Item, Items, Part, Unable, program
 from benchmarks.ranks import on_ranks
 from engine.bench.report import model_name
@@ -18,6 +18,8 @@ from engine.config import FULL_CONFIG, TINY_CHECKPOINT
 
 TP = 2
 SOAK_SIZES = [1, 4, 8, 16, 64]
+CUT = {"num_hidden_layers": 61, "n_routed_experts": 128}  # of the full model: 109 GB a rank of two
+BACKENDS = {"deepep": ("sgl-deep-ep", "deep-ep"), "nccl_ep": ("nccl-extensions",)}  # dispatcher -> packages
 
 
 @dataclass(frozen=True)
@@ -75,28 +77,39 @@ def _doctor(options: Options) -> list[str]:
     return ["--tp", str(TP), "--device", options.device, *size]
 
 
-def _drills(options: Options) -> list[str]:
-    return ["--device", options.device] + (["--quick"] if options.dry_run else [])
+def _comm(options: Options) -> list[str]:
+    size = ["--model", str(TINY_CHECKPOINT), "--rows", "1,8"] if options.dry_run else []
+    return ["comm", "--tp", str(TP), "--device", options.device, "--seconds", "120", *size]
 
 
 def _tokens(dtype: str, eps: tuple[int, ...]) -> Callable[[Options], Items]:
-    """Every dispatcher, placement and mode; with the answer of one rank first and the comparison last."""
+    """Every dispatcher and placement, an item each with all its modes; one rank's answer first, comparison last."""
 
     def items(options: Options) -> Items:
         prompts = two_gpus_tokens.PROMPTS[: 3 if options.dry_run else None]
-        num_tokens = 8 if options.dry_run else 48
+        num_tokens = 12 if options.dry_run else 48
         common = {"device": options.device, "dtype": dtype, "max_num_batched_tokens": 64, "model": str(TINY_CHECKPOINT)}
+        common |= {"max_num_seqs": 8, "kv_cache_memory_gb": 0.25}
         if options.device == "cpu":
             common["num_threads"] = 1
+        has_graphs = options.device == "cuda" and dtype == "bfloat16"
+        steps = ("eager", "graphs") if has_graphs else ("eager",)
+        modes = [f"{step}{draft}" for step in steps for draft in ("", " eagle3")]
 
-        def answer(settings: dict[str, Any], seconds: float) -> dict[str, Any]:
-            return {"answers": two_gpus_tokens.generate(common | settings, prompts, num_tokens, seconds)}
+        def one_rank(_: dict, seconds: float) -> dict[str, Any]:
+            return {"answers": two_gpus_tokens.generate(common, prompts, num_tokens, seconds)}
 
-        def run(ep: int, name: str, mode: str) -> Item:
+        def run(ep: int, name: str) -> Item:
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
                 _able(done, ep, name)
-                placed = {"tp": TP, "ep": ep, "moe_comm": name, "enforce_eager": mode == "eager"}
-                return answer(placed, seconds)
+                work = {"settings": common | {"moe_comm": name}, "modes": modes, "prompts": prompts}
+                work["num_tokens"] = num_tokens
+                ranks = on_ranks("benchmarks.two_gpus_tokens:tokens_of_rank", work, TP, ep, options.device, seconds)
+                accepted = {mode: one["accepted"] for mode, one in ranks[0].items() if one["accepted"] is not None}
+                same = all(rank == ranks[0] for rank in ranks)
+                answers = {mode: one["answer"] for mode, one in ranks[0].items()}
+                passed = same and all(accepted.values())
+                return {"passed": passed, "same on all ranks": same, "accepted guesses": accepted, "answers": answers}
 
             return call
 
@@ -104,19 +117,19 @@ def _tokens(dtype: str, eps: tuple[int, ...]) -> Callable[[Options], Items]:
             runs = {key: done[key] for key in keys if key in done}
             if len(runs) < len(keys) or any("error" in item for item in runs.values()):
                 raise RuntimeError("not all answers are there; run the part again.")
-            answers = {key: item["answers"] for key, item in runs.items() if "answers" in item}
+            answers = {
+                f"{key} {mode}": one for key, item in runs.items() for mode, one in item.get("answers", {}).items()
+            }
             expected = done["one rank"]["answers"]
             if dtype == "float32":
                 return two_gpus_tokens.compare_exactly(answers, expected)
             return two_gpus_tokens.compare_families(answers, expected, common, seconds)
 
-        has_graphs = options.device == "cuda" and dtype == "bfloat16"
-        modes = ("eager", "graphs") if has_graphs else ("eager",)
-        runs = [(ep, name, mode) for ep in eps for name in options.dispatchers for mode in modes]
-        keys = [f"ep{ep} {name} {mode}" for ep, name, mode in runs]
+        runs = [(ep, name) for ep in eps for name in options.dispatchers]
+        keys = [f"ep{ep} {name}" for ep, name in runs]
         for ep in eps:
             yield f"obstacles ep{ep}", _obstacles(options, ep, dtype)
-        yield "one rank", lambda _, seconds: answer({}, seconds)
+        yield "one rank", one_rank
         yield from ((key, run(*one)) for key, one in zip(keys, runs, strict=True))
         yield "comparison", compare
 
@@ -153,8 +166,7 @@ def _steps(ep: int) -> Callable[[Options], Items]:
         cut = {"model": str(TINY_CHECKPOINT), "overrides": {}, "points": "1@64,4@100", "replays": 3}
         if not options.dry_run:
             points = "1@4096,4@4096,8@4096,16@4096,64@2048,128@1024"
-            overrides = {"num_hidden_layers": 61, "n_routed_experts": 128}
-            cut = {"model": str(FULL_CONFIG), "overrides": overrides, "points": points, "replays": 30}
+            cut = {"model": str(FULL_CONFIG), "overrides": CUT, "points": points, "replays": 30}
 
         def measure(shards: bool) -> Item:
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -179,9 +191,13 @@ def _steps(ep: int) -> Callable[[Options], Items]:
 def _soak(ep: int) -> Callable[[Options], Items]:
     def items(options: Options) -> Items:
         sizes = _sizes(options) | {"width": 64 if options.dry_run else 1024}
-        work = {"replays": 60, "sizes": [1, 4, 8]} if options.dry_run else {"replays": 100_000, "sizes": SOAK_SIZES}
 
         def soak(name: str) -> Item:
+            replays = 100_000 if name.startswith("symm_") else 10_000  # kernels of this project, and the library's
+            work = {"replays": replays, "sizes": SOAK_SIZES}
+            if options.dry_run:
+                work = {"replays": 60, "sizes": [1, 4, 8]}
+
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
                 _able(done, ep, name)
                 settings = sizes | work | {"dispatcher": name, "seconds": max(seconds - 30, 10)}
@@ -196,27 +212,127 @@ def _soak(ep: int) -> Callable[[Options], Items]:
     return items
 
 
-def _later(reason: str) -> Callable[[Options], Items]:
-    def items(options: Options) -> Items:
-        def call(_: dict, seconds: float) -> dict[str, Any]:
-            raise Unable(reason)
+def _programs(module: str, arguments: Callable[[Options], dict[str, list[str]]]) -> Callable[[Options], Items]:
+    """An item for each key of `arguments`: the program with those."""
 
-        yield "all", call
+    def items(options: Options) -> Items:
+        for key, words in arguments(options).items():
+            _, call = next(program(module, lambda _, words=words: words)(options))
+            yield key, _with_a_server(call) if "serve" in key or "http" in key else call
 
     return items
 
 
+def _with_a_server(call: Item) -> Item:
+    def checked(done: dict[str, Any], seconds: float) -> dict[str, Any]:
+        missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise Unable(f"needs {' and '.join(missing)}, not installed here")
+        return call(done, seconds)
+
+    return checked
+
+
+def _drills(options: Options) -> dict[str, list[str]]:
+    """Those that matter most first."""
+    drills = [("llm", fault) for fault in ("kill", "stop", "disagree", "loop")] + [("torchrun", "kill")]
+    drills += [("serve", "kill"), ("serve", "stop")]
+    if options.dry_run:
+        drills = [("llm", "kill"), ("llm", "disagree"), ("serve", "kill")]
+    device = ["--device", options.device]
+    return {f"{start} {fault}": [*device, "--starts", start, "--faults", fault] for start, fault in drills}
+
+
+def _http(options: Options) -> dict[str, list[str]]:
+    """Sliced experts on as much of the full model as two GPUs hold."""
+    words = ["serve", "--preset", "http", "--tp", str(TP), "--device", options.device]
+    if options.dry_run:
+        words += ["--model", str(TINY_CHECKPOINT), "--clients", "1,3", "--rounds", "2", "--max-model-len", "512"]
+        words += ["--prompt-tokens", "20", "--output-tokens", "8", "--kv-cache-memory-gb", "0.25"]
+    else:
+        words += ["--model", str(FULL_CONFIG), "--experts", str(CUT["n_routed_experts"]), "--rounds", "3"]
+        words += ["--prompt-tokens", "256", "--output-tokens", "128", "--max-model-len", "4096"]
+    return {"http ep1": words}
+
+
+def _eagle3(options: Options) -> Items:
+    """Sliced experts, and one request with whole ones."""
+    full = {"model": str(FULL_CONFIG), "overrides": CUT, "tokens": 512}
+    tiny = {"model": str(TINY_CHECKPOINT), "overrides": {"num_hidden_layers": 4}, "tokens": 24}
+    tiny |= {"points": "1@64", "replays": 2, "chunk": 256}
+
+    def forced(ep: int, points: str) -> Item:
+        def call(_: dict, seconds: float) -> dict[str, Any]:
+            settings = tiny if options.dry_run else full | {"points": points}
+            found = eagle3_forced.measure(TP, ep, options.device, seconds, settings)
+            return {"settings": settings | {"model": model_name(settings["model"])}, **found}
+
+        return call
+
+    yield "ep1", forced(1, "1@4096,8@4096")
+    yield "ep2", forced(2, "1@4096")
+
+
+def _backends(options: Options) -> Items:
+    """Each is tried once: a refusal or a failure is a result here, in its own words."""
+    sizes = _sizes(options)
+
+    def trial(name: str) -> Item:
+        def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
+            facts = {"installed": two_gpus_latency.versions(BACKENDS[name])}
+            reason = _reasons(done, TP)[name]
+            if reason is not None:
+                return facts | {"outcome": "refused", "reason": f"{name} {reason}"}
+            settings = {"dispatcher": name, "rows": [1, 8, 64], **sizes}
+            work = "benchmarks.two_gpus_latency:dispatcher_of_rank"
+            try:
+                rows = on_ranks(work, settings, TP, TP, options.device, min(seconds, 90.0))[0]
+            except RuntimeError as error:
+                return facts | {"outcome": "failed", "reason": str(error)}
+            return facts | {"outcome": "ran", "rows": rows}
+
+        return call
+
+    yield f"obstacles ep{TP}", _obstacles(options, TP)
+    yield from ((name, trial(name)) for name in BACKENDS)
+
+
 PARTS = {
-    "doctor": Part("links, latencies and the forecast of this machine", program("engine.doctor", _doctor)),
-    "tokens_float32": Part("every dispatcher's greedy tokens are one rank's, exactly", _tokens("float32", (2, 1))),
-    "tokens_bfloat16_ep2": Part("the same within a rounding family; near-ties counted", _tokens("bfloat16", (2,))),
-    "tokens_bfloat16_ep1": Part("the same with sliced experts", _tokens("bfloat16", (1,))),
-    "latency": Part("every dispatcher and plain collective by rows", _latency),
-    "steps_ep2": Part("steps of a 61-layer, 128-expert cut with every dispatcher, whole experts", _steps(2)),
-    "steps_ep1": Part("the same with sliced experts", _steps(1)),
-    "soak_ep2": Part("100,000 replays of each dispatcher with random rows, routing and skew, whole experts", _soak(2)),
-    "soak_ep1": Part("the same with sliced experts", _soak(1)),
-    "drills": Part("ranks that die, hang or disagree", program("benchmarks.drills", _drills)),
-    "eagle3": Part("speculative decoding", _later("needs a part with a draft, which is not written yet")),
-    "http": Part("the server under load", _later("needs fastapi and uvicorn, and a load generator of the project")),
+    "doctor": Part("links, latencies and the forecast of this machine", program("engine.doctor", _doctor), 90),
+    "comm": Part(
+        "every dispatcher and plain collective by rows in one run; G4, G4b [figures: comm_2xh200.json]",
+        program("engine.bench", _comm),
+        75,
+    ),
+    "steps_ep1": Part(
+        "steps of a 61-layer, 128-expert cut with every dispatcher, sliced experts; G4c, G6 [steps_2xh200_ep1.json]",
+        _steps(1),
+        240,
+    ),
+    "steps_ep2": Part("the same with whole experts [steps_2xh200_ep2.json]", _steps(2), 240),
+    "eagle3": Part("decoding with a draft at forced accept lengths beside plain decoding", _eagle3, 180),
+    "http": Part("HTTP against in process at 1, 8 and 64 clients; G8", _programs("engine.bench", _http), 150),
+    "tokens_bfloat16_ep2": Part(
+        "every dispatcher's greedy tokens, with EAGLE-3 and without, in graphs and not; near-ties counted",
+        _tokens("bfloat16", (2,)),
+        120,
+    ),
+    "tokens_bfloat16_ep1": Part("the same with sliced experts", _tokens("bfloat16", (1,)), 110),
+    "tokens_float32": Part("the same in float32 without graphs: one rank's, exactly", _tokens("float32", (2, 1)), 150),
+    "drills": Part(
+        "ranks that die, hang or disagree [a kill: drills_2xh200.json]", _programs("benchmarks.drills", _drills), 230
+    ),
+    "soak_ep2": Part(
+        "100,000 replays with random rows, routing and skew, 10,000 of dispatchers that are NCCL's; whole experts",
+        _soak(2),
+        130,
+    ),
+    "soak_ep1": Part("the same with sliced experts", _soak(1), 130),
+    "backends": Part("deepep and nccl_ep, tried once each", _backends, 20),
+    "latency": Part("as comm, each dispatcher in processes of its own", _latency, 150),
 }
+CALLS = (
+    ("comm", "steps_ep1", "backends"),
+    ("steps_ep2", "eagle3"),
+)
+"""Calls of less than nine minutes each, what matters most first."""
