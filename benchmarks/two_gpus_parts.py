@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import eagle3_forced, two_gpus_latency, two_gpus_steps, two_gpus_tokens
+from benchmarks import eagle3_forced, rank_calls, two_gpus_latency, two_gpus_steps, two_gpus_tokens
 from benchmarks.parts import Item, Items, Part, Unable, program
+from benchmarks.rank_team import RankTeam
 from benchmarks.ranks import on_ranks
+from benchmarks.silent_steps import SILENT, hidden
 from engine.bench.report import model_name
 from engine.comm.dispatcher import DISPATCHERS, dispatcher_class
 from engine.comm.parallel_state import ParallelState
@@ -19,6 +21,9 @@ from engine.config import FULL_CONFIG, TINY_CHECKPOINT
 TP = 2
 SOAK_SIZES = [1, 4, 8, 16, 64]
 CUT = {"num_hidden_layers": 61, "n_routed_experts": 128}  # of the full model: 109 GB a rank of two
+ORACLE = "reference"  # for tests: no engine would choose it, so no step is timed with it
+ITEM_SECONDS = 120.0  # of one dispatcher's tokens or replays: a hang leaves time to the others
+STEPS_SECONDS = 180.0  # of one dispatcher, an engine's start included
 BACKENDS = {"deepep": ("sgl-deep-ep", "deep-ep"), "nccl_ep": ("nccl-extensions",)}  # dispatcher -> packages
 
 
@@ -30,7 +35,10 @@ class Options:
 
     @property
     def dispatchers(self) -> list[str]:
-        return [name for name in DISPATCHERS if not self.only or name in self.only]
+        return [name for name in DISPATCHERS if self.wants(name)]
+
+    def wants(self, name: str) -> bool:
+        return not self.only or name in self.only
 
     def as_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
@@ -43,8 +51,8 @@ def _sizes(options: Options) -> dict[str, Any]:
     return {"width": width, "num_experts": experts, "top_k": 8, "dtype": dtype}
 
 
-def _obstacles(options: Options, ep: int, dtype: str | None = None) -> Item:
-    """dtype: that of the rows, if it is not the device's own."""
+def _obstacles(options: Options, ep: int, dtype: str | None = None, team: RankTeam | None = None) -> Item:
+    """dtype: that of the rows, if it is not the device's own. team: ranks that are asked, else some that end again."""
 
     def ask(_: dict, seconds: float) -> dict[str, Any]:
         settings = _sizes(options) | ({} if dtype is None else {"dtype": dtype})
@@ -52,7 +60,10 @@ def _obstacles(options: Options, ep: int, dtype: str | None = None) -> Item:
             ranks = [two_gpus_latency.obstacles_of_rank(ParallelState(tp=TP, ep=ep), **settings)]
         else:
             work = "benchmarks.two_gpus_latency:obstacles_of_rank"
-            ranks = on_ranks(work, settings, TP, ep, options.device, seconds)
+            if team is None:
+                ranks = on_ranks(work, settings, TP, ep, options.device, seconds)
+            else:
+                ranks = rank_calls.call(team, work, settings, seconds)
         return {"reasons": {name: next(filter(None, (r[name] for r in ranks)), None) for name in ranks[0]}}
 
     return ask
@@ -99,12 +110,13 @@ def _tokens(dtype: str, eps: tuple[int, ...]) -> Callable[[Options], Items]:
         def one_rank(_: dict, seconds: float) -> dict[str, Any]:
             return {"answers": two_gpus_tokens.generate(common, prompts, num_tokens, seconds)}
 
-        def run(ep: int, name: str) -> Item:
+        def run(team: RankTeam, ep: int, name: str) -> Item:
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
                 _able(done, ep, name)
-                work = {"settings": common | {"moe_comm": name}, "modes": modes, "prompts": prompts}
-                work["num_tokens"] = num_tokens
-                ranks = on_ranks("benchmarks.two_gpus_tokens:tokens_of_rank", work, TP, ep, options.device, seconds)
+                settings = {"settings": common | {"moe_comm": name}, "modes": modes, "prompts": prompts}
+                settings["num_tokens"] = num_tokens
+                work = "benchmarks.two_gpus_tokens:tokens_of_rank"
+                ranks = rank_calls.call(team, work, settings, min(seconds, ITEM_SECONDS))
                 accepted = {mode: one["accepted"] for mode, one in ranks[0].items() if one["accepted"] is not None}
                 same = all(rank == ranks[0] for rank in ranks)
                 answers = {mode: one["answer"] for mode, one in ranks[0].items()}
@@ -125,12 +137,13 @@ def _tokens(dtype: str, eps: tuple[int, ...]) -> Callable[[Options], Items]:
                 return two_gpus_tokens.compare_exactly(answers, expected)
             return two_gpus_tokens.compare_families(answers, expected, common, seconds)
 
-        runs = [(ep, name) for ep in eps for name in options.dispatchers]
-        keys = [f"ep{ep} {name}" for ep, name in runs]
-        for ep in eps:
-            yield f"obstacles ep{ep}", _obstacles(options, ep, dtype)
+        keys = [f"ep{ep} {name}" for ep in eps for name in options.dispatchers]
         yield "one rank", one_rank
-        yield from ((key, run(*one)) for key, one in zip(keys, runs, strict=True))
+        for ep in eps:
+            with rank_calls.team(TP, ep, options.device) as team:
+                yield f"obstacles ep{ep}", _obstacles(options, ep, dtype, team)
+                for name in options.dispatchers:
+                    yield f"ep{ep} {name}", run(team, ep, name)
         yield "comparison", compare
 
     return items
@@ -160,7 +173,7 @@ def _latency(options: Options) -> Items:
 
 
 def _steps(ep: int) -> Callable[[Options], Items]:
-    """Two loads of the weights: dispatchers that shard tokens hold the shared expert whole."""
+    """Two engines, one after the other: dispatchers that shard tokens hold the shared expert whole."""
 
     def items(options: Options) -> Items:
         cut = {"model": str(TINY_CHECKPOINT), "overrides": {}, "points": "1@64,4@100", "replays": 3}
@@ -168,22 +181,30 @@ def _steps(ep: int) -> Callable[[Options], Items]:
             points = "1@4096,4@4096,8@4096,16@4096,64@2048,128@1024"
             cut = {"model": str(FULL_CONFIG), "overrides": CUT, "points": points, "replays": 30}
 
-        def measure(shards: bool) -> Item:
+        def measure(ranks: RankTeam, name: str) -> Item:
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
-                reasons = _reasons(done, ep)
-                kind = [n for n in options.dispatchers if dispatcher_class(n).shards_tokens == shards]
-                able = [name for name in kind if reasons[name] is None]
-                if not able:
-                    raise Unable("; ".join(f"{name} {reasons[name]}" for name in kind) or "none was asked for")
-                rows = two_gpus_steps.measure(TP, ep, options.device, seconds, cut | {"dispatchers": able})
-                left_out = {name: reasons[name] for name in kind if name not in able}
-                return {"cut": cut | {"model": model_name(cut["model"])}, "rows": rows, "left out": left_out}
+                if name in DISPATCHERS:
+                    _able(done, ep, name)
+                rows = two_gpus_steps.measure(ranks, name, min(seconds, STEPS_SECONDS))
+                return {"cut": cut | {"model": model_name(cut["model"])}, "rows": rows}
 
             return call
 
+        def hide(done: dict[str, Any], seconds: float) -> dict[str, Any]:
+            found = hidden({name: item["rows"] for name, item in done.items() if "rows" in item})
+            if not found:
+                raise Unable(f"needs steps of {SILENT!r} and of a dispatcher that replicates tokens")
+            return {"hidden": found}
+
+        names = [name for name in options.dispatchers if name not in (*BACKENDS, ORACLE)]
         yield f"obstacles ep{ep}", _obstacles(options, ep)
-        yield "replicated tokens", measure(False)
-        yield "sharded tokens", measure(True)
+        for base, more in (("allreduce", ("auto", SILENT)), ("nccl_agrs", ())):
+            shards = dispatcher_class(base).shards_tokens
+            kind = [name for name in names if dispatcher_class(name).shards_tokens == shards]
+            with two_gpus_steps.team(cut | {"moe_comm": base}, TP, ep, options.device) as ranks:
+                for name in (*kind, *filter(options.wants, more)):
+                    yield name, measure(ranks, name)
+        yield "hidden", hide
 
     return items
 
@@ -192,7 +213,7 @@ def _soak(ep: int) -> Callable[[Options], Items]:
     def items(options: Options) -> Items:
         sizes = _sizes(options) | {"width": 64 if options.dry_run else 1024}
 
-        def soak(name: str) -> Item:
+        def soak(team: RankTeam, name: str) -> Item:
             replays = 100_000 if name.startswith("symm_") else 10_000  # kernels of this project, and the library's
             work = {"replays": replays, "sizes": SOAK_SIZES}
             if options.dry_run:
@@ -200,14 +221,17 @@ def _soak(ep: int) -> Callable[[Options], Items]:
 
             def call(done: dict[str, Any], seconds: float) -> dict[str, Any]:
                 _able(done, ep, name)
-                settings = sizes | work | {"dispatcher": name, "seconds": max(seconds - 30, 10)}
-                ranks = on_ranks("benchmarks.two_gpus_soak:soak_of_rank", settings, TP, ep, options.device, seconds)
+                limit = min(seconds, ITEM_SECONDS)
+                settings = sizes | work | {"dispatcher": name, "seconds": max(limit - 30, 10)}
+                ranks = rank_calls.call(team, "benchmarks.two_gpus_soak:soak_of_rank", settings, limit)
                 return {"passed": all(rank["passed"] for rank in ranks), "ranks": ranks}
 
             return call
 
-        yield f"obstacles ep{ep}", _obstacles(options, ep)
-        yield from ((name, soak(name)) for name in options.dispatchers)
+        with rank_calls.team(TP, ep, options.device) as team:
+            yield f"obstacles ep{ep}", _obstacles(options, ep, team=team)
+            for name in options.dispatchers:
+                yield name, soak(team, name)
 
     return items
 
@@ -298,41 +322,42 @@ def _backends(options: Options) -> Items:
 
 
 PARTS = {
-    "doctor": Part("links, latencies and the forecast of this machine", program("engine.doctor", _doctor), 90),
+    "doctor": Part("links, latencies and the forecast of this machine", program("engine.doctor", _doctor), 75),
     "comm": Part(
-        "every dispatcher and plain collective by rows in one run; G4, G4b [figures: comm_2xh200.json]",
+        "every dispatcher and plain collective by rows in one run, G4, G4b; figures: comm_2xh200.json",
         program("engine.bench", _comm),
-        75,
+        70,
     ),
     "steps_ep1": Part(
-        "steps of a 61-layer, 128-expert cut with every dispatcher, sliced experts; G4c, G6 [steps_2xh200_ep1.json]",
+        "steps of a 61-layer, 128-expert cut, sliced experts, G4c, G6; some figures: steps_2xh200_ep1.json",
         _steps(1),
-        240,
+        230,
     ),
-    "steps_ep2": Part("the same with whole experts [steps_2xh200_ep2.json]", _steps(2), 240),
-    "eagle3": Part("decoding with a draft at forced accept lengths beside plain decoding", _eagle3, 180),
-    "http": Part("HTTP against in process at 1, 8 and 64 clients; G8", _programs("engine.bench", _http), 150),
+    "steps_ep2": Part("the same with whole experts; some figures: steps_2xh200_ep2.json", _steps(2), 230),
+    "eagle3": Part("that cut with a draft at forced accept lengths beside plain decoding, G5", _eagle3, 170),
+    "http": Part(
+        "that cut over HTTP against in process at 1, 8 and 64 clients, G8", _programs("engine.bench", _http), 140
+    ),
     "tokens_bfloat16_ep2": Part(
         "every dispatcher's greedy tokens, with EAGLE-3 and without, in graphs and not; near-ties counted",
         _tokens("bfloat16", (2,)),
-        120,
+        110,
     ),
-    "tokens_bfloat16_ep1": Part("the same with sliced experts", _tokens("bfloat16", (1,)), 110),
-    "tokens_float32": Part("the same in float32 without graphs: one rank's, exactly", _tokens("float32", (2, 1)), 150),
+    "tokens_bfloat16_ep1": Part("the same with sliced experts", _tokens("bfloat16", (1,)), 100),
+    "tokens_float32": Part("the same without graphs, in float32: one rank's, exactly", _tokens("float32", (2, 1)), 90),
     "drills": Part(
-        "ranks that die, hang or disagree [a kill: drills_2xh200.json]", _programs("benchmarks.drills", _drills), 230
+        "ranks that die, hang or disagree; a kill: drills_2xh200.json", _programs("benchmarks.drills", _drills), 190
     ),
-    "soak_ep2": Part(
-        "100,000 replays with random rows, routing and skew, 10,000 of dispatchers that are NCCL's; whole experts",
-        _soak(2),
-        130,
-    ),
-    "soak_ep1": Part("the same with sliced experts", _soak(1), 130),
-    "backends": Part("deepep and nccl_ep, tried once each", _backends, 20),
-    "latency": Part("as comm, each dispatcher in processes of its own", _latency, 150),
+    "soak_ep2": Part("100,000 random replays, 10,000 of what is NCCL's; whole experts", _soak(2), 70),
+    "soak_ep1": Part("the same with sliced experts", _soak(1), 70),
+    "backends": Part("deepep and nccl_ep, tried once each", _backends, 15),
+    "latency": Part("as comm, each dispatcher in processes of its own, for where one ends the others", _latency, 120),
 }
 CALLS = (
-    ("comm", "steps_ep1", "backends"),
-    ("steps_ep2", "eagle3"),
+    ("comm", "steps_ep1", "eagle3"),
+    ("steps_ep2", "http", "backends"),
+    ("drills", "soak_ep2", "soak_ep1"),
+    ("tokens_bfloat16_ep2", "tokens_bfloat16_ep1", "tokens_float32"),
 )
-"""Calls of less than nine minutes each, what matters most first."""
+"""Parts of one session, a call each, what matters most first; `doctor` and `latency` add little to `comm`. Seconds of
+parts that have not run on GPUs are estimates."""

@@ -86,14 +86,15 @@ class Results:
     def steps(self, ep: int) -> dict[str, dict[str, dict[str, Any]]]:
         """Dispatcher -> "batch @ context" -> row."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
-        for item in self.items(f"steps_ep{ep}").values():
-            for name, rows in item.get("rows", {}).items():
-                found[name] = {row["step"].removeprefix("decode "): row for row in rows}
+        for key, item in self.items(f"steps_ep{ep}").items():
+            rows = item.get("rows", {})
+            for name, measured in rows.items() if isinstance(rows, dict) else [(key, rows)]:  # older files: by name
+                found[name] = {row["step"].removeprefix("decode "): row for row in measured}
         return found
 
     def hidden(self, ep: int) -> dict[str, dict[str, dict[str, float | None]]]:
         """Dispatcher -> "batch @ context" -> the share of its rounds that is hidden."""
-        return self.items(f"steps_ep{ep}").get("replicated tokens", {}).get("hidden", {})
+        return self.items(f"steps_ep{ep}").get("hidden", {}).get("hidden", {})
 
 
 def _as_part(part: str, content: dict[str, Any]) -> dict[str, Any]:

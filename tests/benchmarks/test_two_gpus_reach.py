@@ -21,12 +21,12 @@ def write(folder: Path, part: str, items: dict, options: dict = OPTIONS) -> None
 
 def steps(**milliseconds: list[float]) -> dict:
     points = ("1 @ 4096", "8 @ 4096", "64 @ 2048")
-    found = {
-        name: [{"step": f"decode {point}", "ms": ms} for point, ms in zip(points, times, strict=True)]
+    items = {
+        name: {"rows": [{"step": f"decode {point}", "ms": ms} for point, ms in zip(points, times, strict=True)]}
         for name, times in milliseconds.items()
     }
-    hidden = {"auto": {"1 @ 4096": {"hidden": 0.5, "net": 0.3}}}
-    return {"replicated tokens": {"rows": found, "hidden": hidden}, "sharded tokens": {"skipped": "why"}}
+    hidden = {"hidden": {"auto": {"1 @ 4096": {"hidden": 0.5, "net": 0.3}}}}
+    return items | {"hidden": hidden, "nccl_a2a": {"skipped": "why"}}
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_summary_table_and_charts_are_written(folder, tmp_path_factory, capsys):
     table = capsys.readouterr().out
     assert out.with_suffix(".md").read_text() == table and "dry run" not in table
     kept = json.loads(out.with_suffix(".json").read_text())
-    assert kept["parts"]["steps_ep1"]["left out"] == {"sharded tokens": "why"}
+    assert kept["parts"]["steps_ep1"]["left out"] == {"nccl_a2a": "why"}
     assert len(kept["reach"]) == table.count("\n") - 2
     assert sorted(file.name for file in out.parent.glob("*.svg")) == ["two_rounds.svg", "two_steps.svg"]
 
