@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from engine.config import DEVICES, DTYPES, FULL_CONFIG, TINY_CHECKPOINT, ConfigError, EngineConfig
@@ -141,7 +142,7 @@ def _numbers(text: str, option: str, kind: type) -> list[Any]:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine asked for. A directory without weights is made up, one rank's share of it or --tp ranks."""
-    made_up = args.tp_share is not None or args.model == str(FULL_CONFIG)
+    made_up = args.tp_share is not None or Path(args.model).resolve() == FULL_CONFIG
     overrides = {"num_hidden_layers": args.layers, "n_routed_experts": args.experts}
     overrides = {name: number for name, number in overrides.items() if number is not None}
     if overrides and not made_up:

@@ -10,7 +10,8 @@ import pytest
 
 from engine.bench import serve
 from engine.bench.__main__ import main, parser
-from engine.bench.serve_options import PRESETS, plans_of, points_of
+from engine.bench.serve_options import PRESETS, engine_config, plans_of, points_of
+from engine.config import FULL_CONFIG
 from tests.shares import config_directory
 
 SMALL = ["--prompt-tokens", "20", "--output-tokens", "4", "--max-model-len", "512"]
@@ -96,6 +97,13 @@ def test_the_arm_without_a_prefix_cache_has_an_engine_without_one(monkeypatch):
     for arm in ("in-process", "in-process-uncached", "http-uncached"):
         engine.core(arm)
     assert made == [True, False, False]
+
+
+def test_real_ranks_hold_as_much_of_the_full_model_as_was_asked_for():
+    words = ["--model", str(FULL_CONFIG), "--tp", "2", "--ep", "2", "--moe-comm", "symm_scatter", "--experts", "128"]
+    config = engine_config(plans_of(parser().parse_args(["serve", "--device", "cpu", *words]), has_gpu=False)[0])
+    assert (config.tp, config.ep, config.tp_share, config.moe_comm) == (2, 2, None, "symm_scatter")
+    assert config.load_format == "dummy" and config.hf_overrides == {"n_routed_experts": 128}
 
 
 def test_ranks_that_follow_keep_one_core_whose_cache_is_emptied():
