@@ -38,7 +38,16 @@ def table(results: Results) -> str:
         source = results.sources.get(row.part, f"part {row.part}")
         cells = [row.what, measured, f"{sign} {row.goal:g}", stretch, row.verdict, row.note, source]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    lines += [
+        "",
+        *(_origin(name, file) for name, file in zip(results.sources.values(), results.parts.values(), strict=True)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _origin(name: str, file: dict[str, Any]) -> str:
+    torch = file.get("versions", {}).get("torch", "unknown")
+    return f"- {name}: {file.get('device', 'unknown device')}, torch {torch}, {file.get('date', 'unknown date')}"
 
 
 def summary(results: Results) -> dict[str, Any]:

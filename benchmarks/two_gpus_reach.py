@@ -45,7 +45,8 @@ class Reach:
             return "met, stretch too" if self.stretch is not None and self._reaches(self.stretch) else "met"
         if self.goal == 0:
             return f"missed: {self.measured:g}"
-        return f"missed by {100 * abs(self.measured / self.goal - 1):.1f} %"
+        percent = 100 * abs(self.measured / self.goal - 1)
+        return f"missed by {percent:.1f} %" if percent >= 1 else f"missed by {percent:.2g} %"
 
     def _reaches(self, wanted: float) -> bool:
         return self.measured >= wanted if self.more_is_better else self.measured <= wanted
@@ -99,11 +100,11 @@ class Results:
 
 def _as_part(part: str, content: dict[str, Any]) -> dict[str, Any]:
     """A file that a program has written by itself, in the form of a part's."""
+    facts = {"part": part} | {key: content[key] for key in ("device", "date", "command", "versions") if key in content}
     if part == "comm":
-        return {"part": part, "items": {"engine.bench": {"result": content}}, "device": content.get("device")}
+        return facts | {"items": {"engine.bench": {"result": content}}}
     if part == "drills":
-        items = {f"{one['start']} {one['fault']}": {"result": [one]} for one in content["drills"]}
-        return {"part": part, "items": items, "device": content.get("device")}
+        return facts | {"items": {f"{one['start']} {one['fault']}": {"result": [one]} for one in content["drills"]}}
     return content
 
 
@@ -195,7 +196,7 @@ def _faults(results: Results) -> list[Reach]:
     outcomes = [one for item in results.items("drills").values() for one in item["result"]]
     hangs = [one for one in outcomes if one["fault"] in HANGS]
     without = sum(1 for one in outcomes if one["left"] or one["reason"] is None)
-    note = f"{len(hangs)} drills; slowest" + (f"; {without} left a process or gave no reason" if without else "")
+    note = f"slowest of {len(hangs)}" + (f"; {without} left a process or gave no reason" if without else "")
     return [
         Reach("a killed or hung rank: all out, s", _most(one["ended"] for one in hangs), 30, 10, "drills", note),
     ]
@@ -235,7 +236,7 @@ def _http(results: Results) -> list[Reach]:
     for clients, goals in HTTP_GOALS.items():
         row = by_load.get(f"http, {clients} client{'s' * (clients > 1)}")
         note = f"added to the first token: {row['added TTFT ms']:.1f} ms" if row else ""
-        what = f"tok/s over HTTP over in process, TP2, {clients} clients"
+        what = f"tok/s over HTTP over in process, TP2, {clients} at a time"
         found.append(Reach(what, row and row["HTTP / in process"], *goals, "http", note, more_is_better=True))
     return found
 

@@ -16,6 +16,7 @@ OPTIONS = {"device": "cuda", "dry_run": False, "only": []}
 
 def write(folder: Path, part: str, items: dict, options: dict = OPTIONS) -> None:
     content = {"part": part, "complete": True, "items": items, "options": options}
+    content |= {"device": "2x made up", "date": "today", "versions": {"torch": "2.11.0"}}
     (folder / f"{part}.json").write_text(json.dumps(content))
 
 
@@ -93,6 +94,7 @@ def test_known_figures_of_the_project_stand_in_and_are_named(tmp_path):
         (1.0, 1.0, 0.5, False, "met"),
         (0.5, 1.0, 0.5, False, "met, stretch too"),
         (0.9, 1.0, None, True, "missed by 10.0 %"),
+        (1.0005, 1.0, None, False, "missed by 0.05 %"),
         (1.2, 1.0, 1.1, True, "met, stretch too"),
         (3, 0, None, False, "missed: 3"),
         (0, 0, None, False, "met"),
@@ -109,7 +111,8 @@ def test_summary_table_and_charts_are_written(folder, tmp_path_factory, capsys):
     assert out.with_suffix(".md").read_text() == table and "dry run" not in table
     kept = json.loads(out.with_suffix(".json").read_text())
     assert kept["parts"]["steps_ep1"]["left out"] == {"nccl_a2a": "why"}
-    assert len(kept["reach"]) == table.count("\n") - 2
+    assert len(kept["reach"]) == table.count("\n| ")
+    assert "- comm.json: 2x made up, torch 2.11.0, today" in table
     assert sorted(file.name for file in out.parent.glob("*.svg")) == ["two_rounds.svg", "two_steps.svg"]
 
 
