@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import torch
@@ -11,6 +12,19 @@ from engine.comm.dispatcher import DISPATCHERS, DispatchLimits, build, dispatche
 from engine.comm.parallel_state import ParallelState
 
 CALLS = 8  # in one graph
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Of those that are installed, and of NCCL where torch brings one."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if torch.cuda.is_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def obstacles_of_rank(parallel: ParallelState, width: int, num_experts: int, top_k: int, dtype: str) -> dict[str, Any]:

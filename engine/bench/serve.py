@@ -1,8 +1,9 @@
 """`python -m engine.bench serve`: one engine under load, in process and over HTTP (goal G8), with its prefix cache and
 without.
 
-The engine is loaded once. Every sample gets an empty cache: a core of its own over the same weights. Arms take turns
-within a round and get the same requests. See docs/serving_bench.md for how to read the result.
+The engine is loaded once. Every sample gets an empty cache: a core of its own over the same weights, or with several
+ranks the one core that they follow, flushed. Arms take turns within a round and get the same requests. See
+docs/serving_bench.md for how to read the result.
 """
 
 from __future__ import annotations
@@ -40,15 +41,20 @@ _HOST_STEPS = 300
 
 @dataclass
 class Engine:
-    """The loaded weights, from which cores are made; `carrier`: what carries HTTP, once it did."""
+    """The loaded weights, from which cores are made; `carrier`: what carries HTTP, once it did. leading: the one core,
+    where other ranks follow it."""
 
     config: Any
     files: ModelFiles
     runner: Any
+    leading: EngineCore | None = None
     clients: ClientProcess | None = None
     carrier: str | None = None
 
     def core(self, arm: str) -> EngineCore:
+        if self.leading is not None:
+            self.leading.flush_prefix_cache()
+            return self.leading
         cached = self.config.enable_prefix_caching and not arm.endswith(BASELINE)
         return EngineCore(replace(self.config, enable_prefix_caching=cached), self.files, self.runner)
 
@@ -60,18 +66,23 @@ class Engine:
 
     def sample(self, arm: str, load: Load, limits: Limits) -> Sample:
         core = self.core(arm)
+        before = core.stats().num_preemptions
         if arm.startswith("http"):
             records = self._over_http(core, load)
         else:
             InProcess(core, self._warm_up()).run()
             records = InProcess(core, load).run()
-        return Sample(summarise_load(records, limits) | {"preempted": core.stats().num_preemptions}, records)
+        preempted = core.stats().num_preemptions - before
+        return Sample(summarise_load(records, limits) | {"preempted": preempted}, records)
 
     def _over_http(self, core: EngineCore, load: Load) -> list[Record]:
         self.clients = self.clients or ClientProcess()
         with http_server(core) as (port, self.carrier):
             self.clients.run(port, self._warm_up())
-            return self.clients.run(port, load)
+            records = self.clients.run(port, load)
+        while core.has_unfinished():  # a step that was launched ahead
+            core.step()
+        return records
 
     def _warm_up(self) -> Load:
         return Load(traces.fixed(2, 8, 4, self.vocabulary, seed=-1), concurrency=2)
@@ -110,7 +121,11 @@ def _engine(args: argparse.Namespace) -> Iterator[Engine]:
     config = engine_config(args)
     core, ranks = start_engine(config)
     try:
-        engine = Engine(core.config, ModelFiles.read(core.config), core.replica.runner)
+        files, runner = ModelFiles.read(core.config), core.replica.runner
+        leading = None
+        if config.tp > 1:  # its ranks outlive a server's end
+            leading = EngineCore(core.config, files, runner, ranks.control)
+        engine = Engine(core.config, files, runner, leading)
         spare_the_engine()  # as a server does
         try:
             yield engine

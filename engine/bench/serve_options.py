@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from engine.config import DEVICES, DTYPES, FULL_CONFIG, TINY_CHECKPOINT, ConfigError, EngineConfig
@@ -61,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", help="directory (default: Kimi-K2.5's config on a GPU, the tiny model on a CPU)")
     engine.add_argument("--tp-share", type=int, metavar="N", help="one rank's share of N (8 with a made-up model)")
+    engine.add_argument("--tp", type=int, default=1, help="real ranks in place of a share, which this starts (1)")
+    engine.add_argument("--ep", type=int, default=1, help="expert groups of the real ranks (1)")
+    engine.add_argument("--moe-comm", default="auto", help="dispatcher of the real ranks (auto)")
     engine.add_argument("--layers", type=int, help="of a made-up model, fewer than its own")
+    engine.add_argument("--experts", type=int, help="of a layer of a made-up model, fewer than its own")
     engine.add_argument("--device", choices=DEVICES, default="auto")
     engine.add_argument("--dtype", choices=DTYPES, default="auto")
     engine.add_argument("--draft", help="EAGLE-3 draft directory, or auto")
@@ -110,6 +115,9 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("think", "ttft_limit_ms", "itl_limit_ms"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(args, name)}.")
+    one_rank_alone = args.tp_share or args.host_cost or any(arm.endswith(BASELINE) for arm in args.arms.split(","))
+    if args.tp > 1 and one_rank_alone:
+        raise ConfigError("--tp above 1 goes with no --tp-share, no --host-cost and no uncached arm; leave them out.")
     if args.scale is not None and args.scale <= 0:
         raise ConfigError(f"--scale must be above 0, not {args.scale}.")
 
@@ -133,15 +141,20 @@ def _numbers(text: str, option: str, kind: type) -> list[Any]:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine asked for. A directory without weights is one rank's share with made-up ones."""
-    made_up = args.tp_share is not None or args.model == str(FULL_CONFIG)
-    if args.layers is not None and not made_up:
-        raise ConfigError("--layers is for a made-up model; add --tp-share, or leave it out.")
+    """The engine asked for. A directory without weights is made up, one rank's share of it or --tp ranks."""
+    made_up = args.tp_share is not None or Path(args.model).resolve() == FULL_CONFIG
+    overrides = {"num_hidden_layers": args.layers, "n_routed_experts": args.experts}
+    overrides = {name: number for name, number in overrides.items() if number is not None}
+    if overrides and not made_up:
+        raise ConfigError("--layers and --experts are for a made-up model; add --tp-share, or leave them out.")
     return EngineConfig(
         model=args.model,
-        tp_share=args.tp_share or (8 if made_up else None),
+        tp=args.tp,
+        ep=args.ep,
+        moe_comm=args.moe_comm,
+        tp_share=args.tp_share or (8 if made_up and args.tp == 1 else None),
         load_format="dummy" if made_up else "auto",
-        hf_overrides={} if args.layers is None else {"num_hidden_layers": args.layers},
+        hf_overrides=overrides,
         device=args.device,
         dtype=args.dtype,
         draft=args.draft,

@@ -20,6 +20,7 @@ from engine.bench.forced import ForcedRunner
 from engine.bench.gpu_timing import Timing
 from engine.bench.report import Report, format_table, model_name
 from engine.bench.step_timing import time_steady
+from engine.comm.control import ControlServer
 from engine.config import ConfigError
 from engine.core import EngineCore
 from engine.graph import CudaRecorder
@@ -89,10 +90,14 @@ def without_draft(runner: Any, batch: int) -> Iterator[None]:
         step.verify_ops = forced
 
 
-def decode_rate(runner: Any, files: ModelFiles, batch: int, context: int, num_tokens: int) -> dict[str, Any]:
+def decode_rate(
+    runner: Any, files: ModelFiles, batch: int, context: int, num_tokens: int, control: ControlServer | None = None
+) -> dict[str, Any]:
     """Tokens a second of the whole engine while `batch` requests decode num_tokens tokens each behind their prompts of
-    `context` tokens, from the first step in which all of them decode. Steps and what they held by number of guesses."""
-    core = EngineCore(runner.config, files, runner)
+    `context` tokens, from the first step in which all of them decode. Steps and what they held by number of guesses.
+
+    control: of the ranks that follow, which may return at the end."""
+    core = EngineCore(runner.config, files, runner, control)
     vocabulary = runner.model_config.vocab_size // runner.parallel.tp
     generator = torch.Generator().manual_seed(batch)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens + _LEAD)
@@ -112,6 +117,7 @@ def decode_rate(runner: Any, files: ModelFiles, batch: int, context: int, num_to
         core.abort_request(request_id)
     while core.has_unfinished():
         core.step()
+    core.return_to_ranks([])
     return {
         "tok/s": tokens / seconds,
         "tokens a step": tokens / steps / batch,

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import two_gpus, two_gpus_soak, two_gpus_tokens
-from benchmarks.parts import Part, Unable
-from benchmarks.two_gpus_parts import PARTS
+from benchmarks import (
+    drills,
+    parts,
+    silent_steps,
+    two_gpus,
+    two_gpus_parts,
+    two_gpus_soak,
+    two_gpus_steps,
+    two_gpus_tokens,
+)
+from benchmarks.parts import SECONDS, Part, Unable
+from benchmarks.two_gpus_parts import CALLS, PARTS, Options
+from engine.bench.__main__ import parser as bench_parser
 from engine.comm.dispatch_reference import ReferenceDispatcher
 from engine.comm.parallel_state import ParallelState
+from engine.config import TINY_CHECKPOINT
+from engine.doctor.__main__ import parser as doctor_parser
 
 DRY = ("--device", "cpu", "--dry-run")
 
@@ -32,10 +45,127 @@ def test_soak_on_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["steps_ep2", "steps_ep1", "soak_ep2", "tokens_float32", "latency"])
+@pytest.mark.parametrize("part", sorted({*PARTS} - {"soak_ep1"}))
 def test_other_parts_on_two_ranks(tmp_path, part):
-    code, files = run(tmp_path, "--part", part, "--only", "allreduce,nccl_agrs")
-    assert code == 0, files[part]["items"]
+    code, files = run(tmp_path, "--part", part, "--only", "allreduce,nccl_agrs,auto,silent")
+    assert code == 0 and files[part]["complete"], files[part]["items"]
+
+
+def test_one_session_runs_every_part_that_shows_something_of_its_own():
+    listed = [name for call in CALLS for name in call]
+    assert sorted(listed) == sorted({*PARTS} - {"doctor", "latency"})
+    assert all(part.seconds > 0 for part in PARTS.values())
+    assert all(sum(PARTS[name].seconds for name in call) < SECONDS for call in CALLS)
+    assert sum(PARTS[name].seconds for name in listed) <= 1500
+
+
+def test_the_list_says_how_to_run_all(capsys):
+    assert two_gpus.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"--parts {','.join(call)} " in out for call in CALLS) and "comm_2xh200.json" in out
+
+
+def commands_of(monkeypatch, part: str, options: Options) -> dict[str, list[str]]:
+    """Key -> the words that the part's programs are started with."""
+    started = []
+
+    def start(command, **_):
+        started.append(command[command.index("-m") + 2 :])
+        return SimpleNamespace(returncode=1, stdout="", stderr="")
+
+    monkeypatch.setattr(parts.subprocess, "run", start)
+    items = dict(PARTS[part].items(options))
+    for call in items.values():
+        with pytest.raises(RuntimeError, match="wrote nothing"):
+            call({}, 60.0)
+    return dict(zip(items, started, strict=True))
+
+
+@pytest.mark.parametrize("options", [Options("cuda", False), Options("cpu", True)])
+def test_programs_know_the_options_that_they_are_given(monkeypatch, options):
+    for words in (commands_of(monkeypatch, part, options) for part in ("comm", "http")):
+        asked = [bench_parser().parse_args(one) for one in words.values()]
+        assert asked and all(one.tp == 2 and one.device == options.device for one in asked)
+    words = next(iter(commands_of(monkeypatch, "doctor", options).values()))
+    assert doctor_parser().parse_args(words).tp == 2
+
+
+@pytest.mark.parametrize("options", [Options("cuda", False), Options("cpu", True)])
+def test_each_drill_is_one_start_and_one_fault(monkeypatch, capsys, options):
+    commands, made = commands_of(monkeypatch, "drills", options), []
+    reason = "rank 1 ended without a word"
+
+    def drill(start, fault, rank, arguments):
+        made.append(f"{start} {fault}")
+        return drills.Outcome(start, fault, rank, 1.0, 2.0, 1, 0, reason)
+
+    monkeypatch.setattr(drills, "drill", drill)
+    for words in commands.values():
+        monkeypatch.setattr("sys.argv", ["drills", *words[:-2]])
+        assert drills.main() == 0
+    assert made == list(commands) and reason in capsys.readouterr().out
+
+
+def test_an_item_that_needs_a_server_is_left_out_without_one(monkeypatch):
+    monkeypatch.setattr(two_gpus_parts.importlib.util, "find_spec", lambda name: None)
+    items = dict(PARTS["http"].items(Options("cpu", True)))
+    with pytest.raises(Unable, match="needs fastapi and uvicorn"):
+        items["http ep1"]({}, 1.0)
+
+
+def test_what_becomes_of_an_optional_backend_is_a_result(monkeypatch):
+    said = iter([[{"deepep": None, "nccl_ep": "needs a newer NCCL"}], RuntimeError("rank 1 failed: no room")])
+
+    def on_ranks(*_):
+        value = next(said)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(two_gpus_parts, "on_ranks", on_ranks)
+    done = {}
+    for key, call in PARTS["backends"].items(Options("cuda", False)):
+        done[key] = call(done, 60.0)
+    assert (done["deepep"]["outcome"], done["deepep"]["reason"]) == ("failed", "rank 1 failed: no room")
+    assert (done["nccl_ep"]["outcome"], done["nccl_ep"]["reason"]) == ("refused", "nccl_ep needs a newer NCCL")
+    assert done["deepep"]["installed"]["sgl-deep-ep"] == "not installed"
+
+
+def test_a_share_of_the_rounds_is_hidden_or_none():
+    def row(step_ms: float, rounds_ms: float) -> list[dict]:
+        return [{"step": "decode 1 @ 4096", "ms": step_ms, "rounds ms": rounds_ms}]
+
+    rows = {"auto": row(7.0, 1.0), "allreduce": row(8.0, 2.0), "silent": row(6.5, 0.5)}
+    found = silent_steps.hidden(rows)
+    assert found == {
+        "auto": {"1 @ 4096": {"hidden": 0.5, "net": 0.0}},
+        "allreduce": {"1 @ 4096": {"hidden": 0.25, "net": 0.0}},
+    }
+    assert silent_steps.hidden({"auto": row(7.0, 1.0)}) == {}
+    assert silent_steps.hidden({"auto": row(7.0, 0.4), "silent": row(6.5, 0.5)})["auto"]["1 @ 4096"]["net"] is None
+
+
+def test_a_step_goes_through_what_was_asked_for():
+    torch.set_num_threads(1)
+    settings = {"model": str(TINY_CHECKPOINT), "overrides": {"num_hidden_layers": 2}, "points": "1@20", "replays": 1}
+    made = two_gpus_steps.StepRank(ParallelState(), moe_comm="allreduce", **settings)
+    used = {name: made.rows(name)[0] for name in ("allreduce", "reference", "silent", "auto")}
+    made.close()
+    assert {name: row["dispatcher"] for name, row in used.items()} == {
+        "allreduce": "allreduce", "reference": "reference", "silent": "reference", "auto": "reference",
+    }  # fmt: skip
+    assert all(row["ms"] > 0 and row["rounds ms"] > 0 for row in used.values())
+
+
+def test_a_draft_changes_no_token_of_an_engine_that_looks_at_no_clock():
+    torch.set_num_threads(1)
+    settings = {"model": str(TINY_CHECKPOINT), "device": "cpu", "moe_comm": "allreduce", "max_num_seqs": 2}
+    settings |= {"kv_cache_memory_gb": 0.05, "max_num_batched_tokens": 64}
+    modes = ["eager", "eager eagle3"]
+    found = two_gpus_tokens.tokens_of_rank(ParallelState(), settings, modes, ["What is 17 + 25?", [5, 6, 7]], 8)
+    plain, guessed = found.values()
+    assert guessed["answer"] == plain["answer"] and [len(one["tokens"]) for one in plain["answer"]] == [8, 8]
+    assert plain["accepted"] is None and guessed["accepted"] > 0
 
 
 class _LosesARow(ReferenceDispatcher):
@@ -108,13 +238,6 @@ def test_a_failed_item_is_not_a_pass(tmp_path, monkeypatch):
     monkeypatch.setitem(PARTS, "made_up", Part("a part", lambda options: iter(items)))
     code, files = run(tmp_path, "--part", "made_up")
     assert code == 1 and files["made_up"]["complete"]
-
-
-def test_parts_that_cannot_run_yet_say_what_they_need(tmp_path):
-    code, files = run(tmp_path, "--parts", "eagle3,http")
-    assert code == 0
-    assert "needs a part with a draft" in files["eagle3"]["items"]["all"]["skipped"]
-    assert "needs fastapi" in files["http"]["items"]["all"]["skipped"]
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones(capsys):

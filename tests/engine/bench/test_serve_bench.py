@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engine.bench import serve
 from engine.bench.__main__ import main, parser
-from engine.bench.serve_options import PRESETS, plans_of, points_of
+from engine.bench.serve_options import PRESETS, engine_config, plans_of, points_of
+from engine.config import FULL_CONFIG
 from tests.shares import config_directory
 
 SMALL = ["--prompt-tokens", "20", "--output-tokens", "4", "--max-model-len", "512"]
@@ -97,6 +99,27 @@ def test_the_arm_without_a_prefix_cache_has_an_engine_without_one(monkeypatch):
     assert made == [True, False, False]
 
 
+def test_real_ranks_hold_as_much_of_the_full_model_as_was_asked_for():
+    words = ["--model", str(FULL_CONFIG), "--tp", "2", "--ep", "2", "--moe-comm", "symm_scatter", "--experts", "128"]
+    config = engine_config(plans_of(parser().parse_args(["serve", "--device", "cpu", *words]), has_gpu=False)[0])
+    assert (config.tp, config.ep, config.tp_share, config.moe_comm) == (2, 2, None, "symm_scatter")
+    assert config.load_format == "dummy" and config.hf_overrides == {"n_routed_experts": 128}
+
+
+def test_ranks_that_follow_keep_one_core_whose_cache_is_emptied():
+    flushed = []
+    leading = SimpleNamespace(flush_prefix_cache=lambda: flushed.append(1))
+    engine = serve.Engine(None, None, None, leading)
+    assert [engine.core(arm) for arm in ("in-process", "http")] == [leading] * 2 and len(flushed) == 2
+
+
+@pytest.mark.slow
+def test_http_against_in_process_on_two_ranks(tmp_path):
+    result = measured(tmp_path, "--tp", "2", "--ep", "2", *SMALL, "--clients", "1,3", "--rounds", "2")
+    assert result["world"] == {"tp": 2, "ep": 2} and [r["errors"] for r in result["rows"]] == [0] * 4
+    assert [r["cached"] for r in result["rows"]] == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -108,6 +131,10 @@ def test_the_arm_without_a_prefix_cache_has_an_engine_without_one(monkeypatch):
         (["--requests", "0"], "--requests"),
         (["--scale", "0"], "--scale"),
         (["--layers", "2"], "--layers"),
+        (["--experts", "2"], "--experts"),
+        (["--tp", "2", "--tp-share", "2"], "--tp above 1"),
+        (["--tp", "2", "--host-cost"], "--tp above 1"),
+        (["--tp", "2", "--arms", "http-uncached"], "--tp above 1"),
         (["--think", "-1"], "--think"),
         (["--preset", "http,x"], "--preset 'x'"),
     ],
