@@ -184,7 +184,7 @@ class EngineCore:
             output, result = self._lead_step(new, finish)
             if self._step_budget is not None:
                 ahead = self.replica.launched if self.replica.is_ahead else None
-                self._step_budget.observe(output, ahead, self.replica.waited)
+                self._step_budget.observe(self.replica.was_read, ahead, self.replica.waited)
             if self._speculation is not None:
                 self._speculation.observe(output, result)
                 self._speculation.forget(sequence_id for sequence_id, *_ in finish)

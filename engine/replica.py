@@ -32,7 +32,7 @@ class Replica:
         self.num_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._launched = SchedulerOutput()
-        self._waited = 0.0
+        self._waited, self._was_read = 0.0, SchedulerOutput()
         self._was_interrupted = False
         lookahead = int(runner.num_guesses > 0)  # a draft's KV depends on the token after
         kv_cache = KVCacheManager(
@@ -65,6 +65,11 @@ class Replica:
         return bool(self._in_flight)
 
     @property
+    def was_read(self) -> SchedulerOutput:
+        """What the last `step` read as it was launched, requests that have ended since included; empty if nothing."""
+        return self._was_read
+
+    @property
     def waited(self) -> float:
         """Seconds that the last read waited for the device."""
         return self._waited
@@ -77,7 +82,7 @@ class Replica:
         self, plan: GuessPlan = NO_GUESSES, prefill_limit: int | None = None
     ) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         """Launches what can be launched; returns the oldest step in flight with its tokens, or an empty one."""
-        self._launched = SchedulerOutput()
+        self._launched = self._was_read = SchedulerOutput()
         ahead = 1 if self._may_run_ahead() else 0
         if len(self._in_flight) > ahead:
             return self._read()
@@ -137,7 +142,7 @@ class Replica:
         output, result = self._in_flight[0]
         began = time.monotonic()
         result.read()
-        self._waited = time.monotonic() - began
+        self._waited, self._was_read = time.monotonic() - began, output
         if (reason := self.runner.failure()) is not None:  # what was read is not to be trusted
             raise RuntimeError(reason)
         self._in_flight.popleft()

@@ -91,7 +91,7 @@ class StepBudget:
         self._costs = PrefillCosts()
         self._costs.seed((StepLoad.of([(at, n)], 0, 0, most_absorbed), cost) for n, at, cost in seeds)
         self._shown = StepBudgetSnapshot(None, 0.0, 0.0)
-        self._came_late = False
+        self._launching: float | None = None
 
     def limit(self, scheduler: Scheduler, plan: GuessPlan) -> int | None:
         """At least 1; None where nothing prefills beside requests that decode."""
@@ -157,29 +157,27 @@ class StepBudget:
 
     def observe(self, output: SchedulerOutput, ahead: SchedulerOutput | None = None, waited: float = 0.0) -> None:
         """A step that was read just now, or an empty one while the next is in flight. ahead: the step that was launched
-        before that read and is still in flight, None if there is none; waited: seconds that the read took."""
+        before that read and is still in flight, None if there is none; waited: seconds that the read took.
+
+        Where a read hardly waits, the time since the one before is what the host took to launch the next step, and that
+        step's cost; the device may have done a part of it meanwhile, so that the time to its own read is too short. The
+        longer of both is what those who wait for tokens see."""
         seconds = self._timer.leave(output)
-        step = self._whose(output, ahead, waited, seconds)
-        if seconds is not None and step is not None and any(map(_is_chunk, step.scheduled)):
-            self._costs.add(load_of(step, self._most_absorbed), seconds)
+        launching, self._launching = self._launching, None
+        if seconds is None:
+            return
+        if ahead is not None and waited < _LITTLE_WAIT * seconds:
+            self._launching = seconds
+            if launching is None:
+                return
+        seconds = max(seconds, launching or 0.0)
+        if any(map(_is_chunk, output.scheduled)):
+            self._costs.add(load_of(output, self._most_absorbed), seconds)
             self._shown = self._shown._replace(observed_seconds=seconds)
-
-    def _whose(
-        self, output: SchedulerOutput, ahead: SchedulerOutput | None, waited: float, seconds: float | None
-    ) -> SchedulerOutput | None:
-        """The step that took the time since the last read, None if it is no one's.
-
-        Where the read of one step hardly waits, the host took it, to launch the next. The device then has done a part
-        of that one while it was launched, so that the time to its read is too short."""
-        had_come_late = self._came_late
-        self._came_late = ahead is not None and seconds is not None and waited < _LITTLE_WAIT * seconds
-        if self._came_late:
-            return ahead
-        return None if had_come_late and ahead is not None else output
 
     def pause(self) -> None:
         self._timer.pause()
-        self._came_late = False
+        self._launching = None
 
     def snapshot(self) -> StepBudgetSnapshot:
         return self._shown

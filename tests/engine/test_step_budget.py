@@ -76,6 +76,44 @@ def test_what_the_host_takes_to_launch_a_step_is_that_steps(seed):
     assert max(step.load.tokens for step in steps[len(steps) // 2 :]) <= 256
 
 
+def test_chunks_that_are_alone_between_decodes_are_charged_for_all_of_their_time():
+    """Launching one takes 20 ms, at whose end its device has done a part of it; its own read shows the rest."""
+    rng = random.Random(1)
+    machine = Machine(lambda load: 0.018 + 31e-6 * (load.tokens + load.rows))
+    world = World(machine, host=lambda load: 0.02 if load.tokens else 0.001)
+    world.stream(4)
+    seconds = []
+    for _ in range(60):
+        seconds += [max(step.seconds for step in beside(world.prefill(rng.choice([100, 600, 1200, 1900]))))]
+        for _ in range(6):
+            world.step()
+    assert max(seconds[20:]) <= 1.2 * world.budget.seconds
+
+
+def test_a_step_that_was_launched_late_is_charged_once():
+    """The launch of a chunk takes 30 ms, and the rest of its 40 on the device 10; nothing runs ahead of it."""
+    now = [0.0]
+    budget, decode, chunk = StepBudget(0.05, 2048, clock=lambda: now[0]), output_of(1), output_of(500)
+    for now[0], output, ahead, waited in ((0, decode, decode, 0.01), (0.02, decode, decode, 0.019)):
+        budget.observe(output, ahead, waited)
+    now[0] = 0.05
+    budget.observe(decode, chunk, 0.0)
+    assert budget.snapshot().observed_seconds == 0.0
+    now[0] = 0.06
+    budget.observe(chunk, None, 0.01)
+    assert budget.snapshot().observed_seconds == pytest.approx(0.03)
+    now[0] = 0.08
+    budget.observe(chunk, None, 0.02)
+    assert budget.snapshot().observed_seconds == pytest.approx(0.02)
+
+
+def test_a_chunk_may_be_cut_to_a_shorter_one_that_costs_more():
+    """Where blocks end, to one that reads its context as it is: both have to keep within the bound."""
+    world = World(Machine(attending), most_absorbed=256, host=lambda load: 0.057 if load.tokens > 256 else 0.025)
+    world.stream(4)
+    assert sum(step.seconds > 1.1 * world.budget.seconds for step in beside(world.prefill(LONG))) <= 4
+
+
 @pytest.mark.parametrize("bound", [0.025, 0.1])
 def test_other_bounds(bound):
     world = World(Machine(attending, noise=0.03), bound)
