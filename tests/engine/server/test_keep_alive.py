@@ -37,9 +37,9 @@ def comments(lines, count: int) -> None:
 
 
 def text_of(lines: list[str]) -> str:
-    """However it was cut into chunks."""
+    """However it was cut into chunks: reasoning, which a chat's deltas give under two names, or a completion's text."""
     choices = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
-    return "".join(c.get("text") or "".join(map(str, c.get("delta", {}).values())) for c in choices)
+    return "".join(choice.get("text") or choice.get("delta", {}).get("reasoning") or "" for choice in choices)
 
 
 @pytest.mark.parametrize("path", BODIES)
