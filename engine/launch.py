@@ -215,7 +215,7 @@ def _follow_load(ranks: Ranks, progress: LoadProgress) -> None:
     control = ranks.control
     progress.join(ranks.rank, ranks.world_size, ranks.store, lambda: control and control.failure)
     if isinstance(control, ControlServer):
-        control.loads = lambda: progress.shares
+        control.loads = progress.polled
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
@@ -327,7 +327,7 @@ def _build(
         _agree(config, files, ranks)
         parallel = _parallel_state(config, ranks)
         if ranks.control is not None:
-            ranks.control.position = lambda: parallel.meter.position
+            ranks.control.position = lambda: parallel.meter.position + progress.num_meetings
         ranks.runner = runner = ModelRunner(config, files, parallel, checkpoint, progress)
         if ranks.control is not None:
             ranks.control.end_step()

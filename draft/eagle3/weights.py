@@ -86,7 +86,7 @@ def _load_checkpoint(
     specs = {names.get(name, name): spec for name, spec in model.specs(set(names)).items()}
     checkpoint.check(specs)
     if parallel.device.type != "meta":
-        checkpoint.load(specs, parallel.device, progress, gather_if_faster(parallel))
+        checkpoint.load(specs, parallel.device, progress, gather_if_faster(parallel), parallel.is_alone)
     return model
 
 

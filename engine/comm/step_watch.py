@@ -157,9 +157,10 @@ class StepWatch:
         if self._step != START:
             return None
         late = {r: rank for r, rank in enumerate(self._ranks) if rank.done < START}
-        least, since = min(rank.position for rank in late.values()), self._clock() - self._patience.load
+        late = {r: rank for r, rank in late.items() if rank.load[0] < rank.load[1]}
+        least = min((rank.position for rank in late.values()), default=None)
+        since = self._clock() - self._patience.load
         still = {r: rank.load for r, rank in late.items() if rank.position == least and rank.moved < since}
-        still = {r: (done, total) for r, (done, total) in still.items() if done < total}
         if not still:
             return None
         ranks = tuple(still)

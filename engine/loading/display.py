@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from engine.loading.progress import READING, LoadProgress, Snapshot
+from engine.loading.progress import MEASURING, READY, LoadProgress, Snapshot
 from engine.log import logger
 
 LINE_SECONDS = 5.0
@@ -45,7 +45,7 @@ class LoadDisplay:
     def _finish(self, shot: Snapshot) -> None:
         """Once, when nothing more will be read: a draft comes after the model."""
         self.erase()
-        if shot.phase != READING and not self._is_told:
+        if shot.phase in (MEASURING, READY) and not self._is_told:
             self._is_told = True
             if shot.seconds >= MENTIONED_SECONDS:
                 logger.info("weights: %s", shot.summary())

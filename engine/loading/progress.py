@@ -7,8 +7,10 @@ where rank 0 looks them up.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -134,6 +136,8 @@ class LoadProgress:
         self._seen = [(Share(), clock())]  # of each rank, with the time of its last change
         self._began: float | None = None
         self._reported = clock()
+        self._polling = threading.Lock()
+        self.num_meetings = 0  # that this rank has come to
         self._failure: Callable[[], str | None] = lambda: None
 
     def join(
@@ -163,15 +167,24 @@ class LoadProgress:
             self._report()
 
     def poll(self) -> None:
-        """Rank 0 looks up what the others have said."""
-        for rank in range(len(self._seen)) if self._store is not None else ():
-            key = f"{_KEY}/{rank}"
-            if rank != self._rank and self._store.check([key]):
-                self._note(rank, Share(*map(int, self._store.get(key).split())))
+        """Rank 0 looks up what the others have said; by more than one thread."""
+        store = self._store
+        with self._polling:
+            for rank in range(len(self._seen)) if store is not None else ():
+                key = f"{_KEY}/{rank}"
+                if rank != self._rank and store.check([key]):
+                    self._note(rank, Share(*map(int, store.get(key).split())))
+
+    def polled(self) -> list[Share]:
+        """`shares` after a look, or what was known before the store ended."""
+        with suppress(RuntimeError):  # torch's: with the ranks, of which somebody else hears
+            self.poll()
+        return self.shares
 
     def meet(self, moment: str) -> None:
         """Waits until every rank has come to this moment, each of which comes once, however long reading takes until
         then: a collective would end by the process group's timeout. Raises EngineDeadError once one has failed."""
+        self.num_meetings += 1
         if self._store is not None:
             meet(self._store, f"{_KEY}/{moment}", self._rank, len(self._seen), self._failure)
 

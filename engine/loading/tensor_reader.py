@@ -108,7 +108,8 @@ def read(wishes: list[Wish], device: torch.device) -> Iterator[tuple[Wish, torch
 
 
 def open_reader(spans: list[Span], device: torch.device) -> ExtentReader:
-    return ExtentReader(spans, pinned=device.type == "cuda", way=ReadWay(sum(span.size for span in spans)))
+    may_be_direct = sum(span.size for span in spans if not span.is_common)
+    return ExtentReader(spans, pinned=device.type == "cuda", way=ReadWay(may_be_direct))
 
 
 def hand_out(

@@ -106,15 +106,19 @@ class Checkpoint:
         device: torch.device | None = None,
         progress: LoadProgress | None = None,
         gather: Gather | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Reads this rank's part of each tensor and hands it to its store, on `device`, by default the host; `specs`
         must have passed `check`. A store must copy what it keeps. progress: counts the bytes. gather: how ranks that
-        load at the same time give each other what all of them want; None: each reads for itself.
+        load at the same time give each other what all of them want; None: each reads for itself. is_alone: no other
+        rank reads these files.
 
         Raises CheckpointError naming file and tensor."""
         wishes, checks, progress = self.wishes(specs), FiniteChecks(), progress or LoadProgress()
         progress.expect(sum(wish.extent.size for wish in wishes))
         pieces = [piece for wish in wishes for piece in _pieces(wish, specs[wish.name])]
+        if is_alone:
+            pieces = [piece._replace(is_everywhere=False, is_in_group=False) for piece in pieces]
         try:
             for wish, value in _read(pieces, device or torch.device("cpu"), gather):
                 _store(wish, value, checks)

@@ -64,7 +64,7 @@ class OpenedModel:
             if not agree_on_minimum(int(not was_taken), parallel):
                 gather = None  # a rank has its weights, and would not read with the others
         if not was_taken:
-            self.checkpoint.load(self.specs, parallel.device, progress, gather)
+            self.checkpoint.load(self.specs, parallel.device, progress, gather, parallel.is_alone)
         if self_test and self.storage == "int4" and self.model.config.moe_layers:
             remedy = f"remove {prepared.path}, " if was_taken else ""
             _test_experts(self.model, self.checkpoint, self.specs, self.prefix, remedy)

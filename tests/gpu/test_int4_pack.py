@@ -22,7 +22,7 @@ def test_like_the_twin():
 
 
 def test_matrices_of_k25_at_odd_places():
-    """The last of so many experts that offsets pass 2^31, from bytes that begin four behind a multiple of 16."""
+    """Into the last of many experts, from bytes that begin four behind a multiple of 16."""
     width, inner, count = 7168, 2048, 160
     experts = empty_experts(count, width, inner, GPU)
     generator = torch.Generator(GPU).manual_seed(3)

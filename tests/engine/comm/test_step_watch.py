@@ -165,6 +165,15 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_at_fault():
     assert world.pass_time(1000).startswith("rank 1 has read nothing")
 
 
+def test_a_rank_that_is_ahead_of_those_that_have_all_is_named():
+    """Its expert group has more to exchange than theirs, so that they have entered fewer collectives, and wait."""
+    world = Load()
+    world.done[0] = world.done[2] = 1000
+    world.read()
+    world.watch.heard(1, (START, 7.5))
+    assert world.pass_time(1000).startswith("rank 1 has read nothing")
+
+
 def test_once_all_is_read_a_start_has_its_whole_time_again():
     world = Load()
     world.done = [1000, 1000, 1000]
