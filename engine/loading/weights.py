@@ -217,7 +217,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
 def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
     if index is None:
-        files = sorted(directory.glob("*.safetensors"))
+        files = sorted(file for file in directory.glob("*.safetensors") if file.is_file())
         if not files:
             raise CheckpointError(f"{directory} holds no .safetensors file; give a Hugging Face checkpoint directory.")
         return files

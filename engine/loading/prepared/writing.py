@@ -11,6 +11,7 @@ import torch
 from engine.loading.prepared.layout import CHUNK_BYTES, Layout, checksum
 
 _WRITTEN_BACK_BYTES = 256 * 2**20  # so much waits in the page cache at most, where it would displace what others use
+_ROOM_BYTES = 256 * 2**20
 _UNJUDGED_SECONDS = 10.0  # a disk may begin slowly
 
 
@@ -19,7 +20,7 @@ def write(descriptor: int, layout: Layout, most_seconds: float) -> None:
 
     Raises OSError, also where at the rate so far it would take more than most_seconds."""
     began, written_back, sums = time.monotonic(), 0, []
-    os.posix_fallocate(descriptor, 0, layout.num_bytes)
+    _take_room(descriptor, layout.num_bytes, began + most_seconds / 2)
     _write_at(descriptor, layout.header, 0)
     staging_B = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     for chunk in layout.chunks:
@@ -35,6 +36,14 @@ def write(descriptor: int, layout: Layout, most_seconds: float) -> None:
             written_back = stop
         _check_rate(time.monotonic() - began, stop / layout.num_bytes, most_seconds)
     _write_at(descriptor, layout.pack_sums(sums), layout.sums_offset)
+
+
+def _take_room(descriptor: int, num_bytes: int, deadline: float) -> None:
+    """In pieces, since a file system that cannot take room at once is written to block by block."""
+    for start in range(0, num_bytes, _ROOM_BYTES):
+        os.posix_fallocate(descriptor, start, min(_ROOM_BYTES, num_bytes - start))
+        if time.monotonic() > deadline:
+            raise OSError(errno.ETIMEDOUT, "the disk is slow: taking room took half of the time that writing may take")
 
 
 def _check_rate(seconds: float, fraction: float, most_seconds: float) -> None:

@@ -45,8 +45,8 @@ def test_other_tensors_are_refused(written, caplog, change):
 
 
 def test_another_format_is_refused(written, caplog, monkeypatch):
-    monkeypatch.setattr(layout, "FORMAT_VERSION", 2)
-    assert not prepared(written.parent, tensors()).load() and "prepared for format 1, wanted is 2" in caplog.text
+    monkeypatch.setattr(layout, "FORMAT_VERSION", 3)
+    assert not prepared(written.parent, tensors()).load() and "prepared for format 2, wanted is 3" in caplog.text
 
 
 def test_bytes_apart_from_each_other_are_no_tensor_to_prepare():
@@ -64,3 +64,17 @@ def test_the_checksum_finds_every_flipped_bit_and_blocks_that_changed_places():
             bytes_B[place] ^= 1 << bit
     assert sound not in torch.stack(sums) and sound == checksum(bytes_B)
     assert checksum(bytes_B.view(3, -1).flip(0).flatten()) != sound
+
+
+def test_the_checksum_finds_a_hole_stuck_bits_and_words_that_changed_places():
+    generator = torch.Generator().manual_seed(4)
+    words = torch.randint(-(2**63), 2**63 - 1, (4 * BLOCK_BYTES // 8,), generator=generator)
+    sound = checksum(words.view(torch.uint8))
+    assert checksum(torch.zeros(BLOCK_BYTES, dtype=torch.uint8)) != 0, "a hole where data and checksum were"
+    for bit in range(64):
+        flipped = words.clone()
+        flipped[[3, 700]] ^= torch.tensor(1 << bit if bit < 63 else -(2**63))
+        stuck = words | (1 << bit if bit < 63 else -(2**63))
+        assert checksum(flipped.view(torch.uint8)) != sound and checksum(stuck.view(torch.uint8)) != sound, bit
+    halves = torch.cat((words[256:512], words[:256], words[512:]))
+    assert checksum(halves.view(torch.uint8)) != sound
