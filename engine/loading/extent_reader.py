@@ -25,6 +25,7 @@ ALIGNMENT = 4096  # what O_DIRECT asks of offsets, sizes and memory on common fi
 SPAN_BYTES = 16 * 2**20
 RING_BYTES = 8 * SPAN_BYTES  # so that of long spans, too, some are read ahead
 PIECE_BYTES = SPAN_BYTES  # of one read: disks are faster by large ones, and several threads share a longer span
+LEAVING_SECONDS = 2.0  # that whoever leaves early waits for reads under way
 MOST_SKIPPED = 256 * 2**10  # reading over a gap of so much costs less than another request
 
 
@@ -163,6 +164,7 @@ class ExtentReader:
         self._files: dict[tuple[Path, bool], int] = {}
         self._last: _Buffer | None = None
         self._release: Callable[[], None] = _nothing
+        self._num_working = 0
         count = num_threads or num_reading()
         self._threads = [threading.Thread(target=self._work, name=f"reader-{i}", daemon=True) for i in range(count)]
 
@@ -173,6 +175,7 @@ class ExtentReader:
     def __iter__(self) -> Iterator[tuple[Span, torch.Tensor]]:
         waiting, jobs = deque(self._spans), deque()
         for thread in self._threads:
+            self._num_working += 1
             thread.start()
         try:
             while waiting or jobs:
@@ -196,17 +199,25 @@ class ExtentReader:
             self.close()
 
     def close(self) -> None:
+        """Ends the threads. One that a disk keeps for longer is left to itself: whoever interrupts a load need not wait
+        for its disk. The last thread closes the files."""
         with self._changed:
             self._closed = True
             self._pieces.clear()
             self._changed.notify_all()
+        until = time.monotonic() + LEAVING_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+                thread.join(max(until - time.monotonic(), 0.0))
         self._free.clear()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._num_working -= 1
+            if not self._num_working:
+                for descriptor in self._files.values():
+                    os.close(descriptor)
+                self._files.clear()
 
     def _has_room(self, span: Span) -> bool:
         size = max(span.size, self._span_bytes)
@@ -262,6 +273,7 @@ class ExtentReader:
                 self.num_bytes += stop - start
                 if not job.num_left:
                     job.done.set()
+        self._leave()
 
     def _next_piece(self) -> tuple[_Job, int, int] | None:
         with self._changed:

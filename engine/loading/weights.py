@@ -124,7 +124,7 @@ class Checkpoint:
                 _store(wish, value, checks)
                 progress.add(wish.extent.size)
         except OSError as error:
-            raise CheckpointError(f"{self.directory}: {error}") from error
+            raise CheckpointError(f"{self.directory}: {error}; see that its files stay as they are.") from error
         checks.finish()
 
     def wishes(self, specs: dict[str, TensorSpec]) -> list[Wish]:
@@ -217,10 +217,14 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
 def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
     if index is None:
-        files = sorted(file for file in directory.glob("*.safetensors") if file.is_file())
+        files = sorted(directory.glob("*.safetensors"))
+        if odd := next((file for file in files if file.exists() and not file.is_file()), None):
+            raise CheckpointError(f"{odd} is not a file; give a Hugging Face checkpoint directory.")
         if not files:
             raise CheckpointError(f"{directory} holds no .safetensors file; give a Hugging Face checkpoint directory.")
         return files
+    if not index:
+        raise CheckpointError(f"{directory / INDEX_NAME}: names no tensor; fetch the file again.")
     files = [directory / name for name in sorted(set(index.values()))]
     for file in files:
         if not file.is_file():

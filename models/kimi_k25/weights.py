@@ -19,7 +19,7 @@ from engine.layers.dummy import fill_dummy
 from engine.layers.expert_check import BOUNDS, largest_error
 from engine.layers.quant import MATRICES, detect_storage
 from engine.loading.checkpoint_headers import without_collection
-from engine.loading.prepared.weights import Preparation
+from engine.loading.prepared.weights import Preparation, PreparedWeights
 from engine.loading.progress import LoadProgress
 from engine.loading.shared_reads import gather_if_faster
 from engine.loading.weights import Checkpoint, CheckpointError, TensorSpec
@@ -59,21 +59,34 @@ class OpenedModel:
         progress = progress or LoadProgress()
         if preparation is not None:
             prepared = prepared_weights(preparation, self.model, self.checkpoint, self.storage)
-            was_taken = prepared.load(progress)
+            was_taken = prepared.load(progress) and self._are_sound(prepared, self_test)
             progress.meet("prepared weights are read")
             if not agree_on_minimum(int(not was_taken), parallel):
                 gather = None  # a rank has its weights, and would not read with the others
         if not was_taken:
             self.checkpoint.load(self.specs, parallel.device, progress, gather, parallel.is_alone)
-        if self_test and self.storage == "int4" and self.model.config.moe_layers:
-            remedy = f"remove {prepared.path}, " if was_taken else ""
-            _test_experts(self.model, self.checkpoint, self.specs, self.prefix, remedy)
+            self._test(self_test)
         if prepared is not None:
             progress.meet("the model is read")
             agree_on_minimum(0, parallel)  # that all have loaded: no rank's time to load counts as one's to write
             if not was_taken:
                 prepared.store(progress)
         return was_taken
+
+    def _are_sound(self, prepared: PreparedWeights, self_test: bool) -> bool:
+        """Whether what was taken passes the test that a checkpoint's weights must pass."""
+        try:
+            self._test(self_test)
+        except ConfigError as error:
+            logger.warning(
+                "prepared weights: %s is not used: %s; reading the checkpoint instead.", prepared.path, error
+            )
+            return False
+        return True
+
+    def _test(self, self_test: bool) -> None:
+        if self_test and self.storage == "int4" and self.model.config.moe_layers:
+            _test_experts(self.model, self.checkpoint, self.specs, self.prefix)
 
 
 def load_model(
@@ -184,11 +197,8 @@ def _find_storage(checkpoint: Checkpoint, tells: bool) -> str:
 
 
 @torch.inference_mode()
-def _test_experts(
-    model: KimiModel, checkpoint: Checkpoint, specs: dict[str, TensorSpec], prefix: str, remedy: str
-) -> None:
-    """The last expert of the last layer, at whose offsets an overflow would show. remedy: what to do about the weights'
-    origin. Raises ConfigError."""
+def _test_experts(model: KimiModel, checkpoint: Checkpoint, specs: dict[str, TensorSpec], prefix: str) -> None:
+    """The last expert of the last layer, at whose offsets an overflow would show. Raises ConfigError."""
     started, layer = time.monotonic(), model.config.moe_layers[-1]
     feed_forward = model.layers[layer].feed_forward
     experts, slot = feed_forward.experts, feed_forward.experts.local[-1]
@@ -204,7 +214,7 @@ def _test_experts(
         raise ConfigError(
             f"self-test: the INT4 product of layer {layer}, expert {expert} on {model.parallel.device} is off by "
             f"{error:.2g} of its size, and rounding explains {bound:g}: the kernel is wrong on this device, or weights "
-            f"were damaged on their way; {remedy}use dtype float32, or --no-self-test to start all the same."
+            "were damaged on their way; use dtype float32, or --no-self-test to start all the same."
         )
     if model.parallel.rank == 0:
         seconds = time.monotonic() - started

@@ -280,16 +280,17 @@ def test_a_damaged_file_costs_its_advantage_alone(int4, tmp_path, caplog):
     assert are_equal(plain, load(int4, tmp_path / "prepared")) and "not used" not in caplog.text
 
 
-def test_the_self_test_compares_with_the_checkpoint(int4, tmp_path, monkeypatch):
+def test_the_self_test_compares_with_the_checkpoint(int4, tmp_path, caplog):
     """A file that is whole and of the right key, with another expert in it than the checkpoint's."""
-    model = load(int4, tmp_path / "prepared")
+    sound, model = load(int4, tmp_path / "plain"), load(int4, tmp_path / "prepared")
     model.layers[-1].feed_forward.experts.down.mul_(1.5)
     opened = open_share(EngineConfig(str(int4), device="cpu", dtype="float32"), *files_and_place(int4))
     (tmp_path / "prepared" / NAME).unlink()
     assert module.prepared_weights(preparation(tmp_path / "prepared"), model, opened.checkpoint, "int4").store()
-    with pytest.raises(ConfigError, match=f"self-test: .*remove {tmp_path / 'prepared' / NAME}, use"):
-        load(int4, tmp_path / "prepared", self_test=True)
-    assert are_equal(model, load(int4, tmp_path / "prepared"))
+    assert are_equal(model, load(int4, tmp_path / "prepared")), "without a test it is taken"
+    assert are_equal(sound, load(int4, tmp_path / "prepared", self_test=True))
+    assert f"{tmp_path / 'prepared' / NAME} is not used: self-test" in caplog.text
+    assert are_equal(sound, load(int4, tmp_path / "prepared")), "and written anew"
 
 
 def test_weights_that_fail_a_check_are_not_prepared(int4, tmp_path, monkeypatch):

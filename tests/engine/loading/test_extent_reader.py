@@ -112,6 +112,24 @@ def test_leaving_early_ends_threads_and_files(files):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
 
 
+def test_who_leaves_does_not_wait_for_a_disk_that_stands_still(files, monkeypatch):
+    """The reads under way end when they may, and with the last the files are closed."""
+    gate, reads, closed, close = threading.Event(), os.preadv, [], os.close
+    monkeypatch.setattr(extent_reader, "LEAVING_SECONDS", 0.0)
+    monkeypatch.setattr(os, "preadv", lambda *rest: (rest[2] >= 8192 and gate.wait(30)) * 0 + reads(*rest))
+    monkeypatch.setattr(os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
+    extents = [Extent(files[-1], i * 8192, 8192) for i in range(20)]
+    reader = ExtentReader(plan_spans(extents, 8192), num_threads=2, span_bytes=8192, ring_bytes=4 * 8192)
+    for _ in reader:
+        break
+    stuck = [thread for thread in threading.enumerate() if thread.name.startswith("reader-")]
+    assert stuck and not closed
+    gate.set()
+    for thread in stuck:
+        thread.join(30)
+    assert len(closed) == 1
+
+
 def sizes_of_buffers(monkeypatch) -> list[int]:
     """Of those that readers make from now on."""
     sizes = []

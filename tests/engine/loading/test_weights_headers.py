@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import struct
 
 import pytest
@@ -49,6 +50,15 @@ def test_data_that_belongs_to_no_tensor(tmp_path):
     assert read_header(write(tmp_path / "a.safetensors", header))["weight"].shape == (1,)
     with pytest.raises(CheckpointError, match="4 bytes"):
         read_header(write(tmp_path / "a.safetensors", header, b"12345678"))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors is not a file"):
+        Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="names no tensor"):
+        Checkpoint(tmp_path)
 
 
 def test_a_link_that_leads_nowhere(tmp_path):
